@@ -1,0 +1,63 @@
+"""sketchprop: cheaper backpropagation that is still right.
+
+    import sketchprop as sp
+    sp.sketch_(model, sp.L1(budget=0.1))
+
+replaces exact vector-Jacobian products, layer by layer, by random ones whose mean is exactly the
+true gradient and whose cost is a fraction.
+"""
+
+from ._version import __version__
+from .compact import Columns, CompactGradient, LowRank, Rows
+from .diagnostics import check_unbiased
+from .modules import SketchedLinear
+from .ops import gate, sketched_linear
+from .probabilities import optimal_probabilities
+from .sampling import sample_exact, sample_independent
+from .sketches import (
+    L1,
+    L2,
+    ColumnMask,
+    ColumnSketch,
+    Diagonal,
+    ElementMask,
+    GradientSVD,
+    RankConstrained,
+    RowSketch,
+    SampleMask,
+    Sketch,
+    Variance,
+)
+from .summary import summary
+from .transform import exact, sketch_, unsketch_
+
+__all__ = [
+    "L1",
+    "L2",
+    "ColumnMask",
+    "ColumnSketch",
+    "Columns",
+    "CompactGradient",
+    "Diagonal",
+    "ElementMask",
+    "GradientSVD",
+    "LowRank",
+    "RankConstrained",
+    "RowSketch",
+    "Rows",
+    "SampleMask",
+    "Sketch",
+    "SketchedLinear",
+    "Variance",
+    "__version__",
+    "check_unbiased",
+    "exact",
+    "gate",
+    "optimal_probabilities",
+    "sample_exact",
+    "sample_independent",
+    "sketch_",
+    "sketched_linear",
+    "summary",
+    "unsketch_",
+]

@@ -1,0 +1,66 @@
+"""Checks of what a user gives: what it was, what is allowed, what to type instead."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import torch
+from torch import Tensor
+
+SAMPLINGS = ("exact", "independent")
+
+
+def solve_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which weights, probabilities and draws are computed: float32 or better."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def check_rank(rank: object) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, numbers.Real) or not float(rank) > 0:
+        raise ValueError(
+            f"rank={rank!r} keeps nothing; give the number of atoms to keep, for example rank=8"
+        )
+
+
+def check_budget(budget: object) -> float | int:
+    """The budget as a plain ``int`` (a rank) or ``float`` (a kept fraction)."""
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
+        raise TypeError(
+            f"budget={budget!r} is a {type(budget).__name__}; give a kept fraction in (0, 1], "
+            "for example 0.1, or a rank, for example 16"
+        )
+    if isinstance(budget, numbers.Integral):
+        if budget < 1:
+            raise ValueError(
+                f"budget={budget!r} is a rank that keeps nothing; give a rank of at least 1, "
+                "for example 16, or a kept fraction in (0, 1], for example 0.1"
+            )
+        return int(budget)
+    value = float(budget)
+    if math.isnan(value) or not 0.0 < value <= 1.0:
+        hint = (
+            f"for a rank of {int(value)} type budget={int(value)}"
+            if value > 1 and value.is_integer() and math.isfinite(value)
+            else "for example 0.1; or give a rank as an integer, for example 16"
+        )
+        raise ValueError(f"budget={budget!r} is not a kept fraction in (0, 1]; {hint}")
+    return value
+
+
+def check_sampling(sampling: object) -> None:
+    if sampling not in SAMPLINGS:
+        raise ValueError(
+            f"sampling={sampling!r} is unknown; use sampling='exact' (always the same number of "
+            "atoms) or sampling='independent' (one coin per atom)"
+        )
+
+
+def check_weight(W: Tensor | None, sketch: object) -> Tensor:
+    """The weight that ``sketch`` looks at."""
+    if W is None:
+        raise TypeError(
+            f"{sketch!r} looks at the layer's weight, and none was given; pass weight=..., or use "
+            "a sketch that looks at the gradient alone, for example L1"
+        )
+    return W

@@ -1,0 +1,64 @@
+"""The gate: identity forward, sketched gradient backward, at any node of a graph.
+
+It multiplies dense matrices with zeros in them and saves nothing: it is the reference that the
+fast paths are tested against, and a way to put the paper's sketches anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import check_weight
+from ..sketches import ElementMask, Sketch
+from .linear import as_rows, refuse_second_backward
+
+
+def gate(
+    x: Tensor, sketch: Sketch, *, weight: Tensor | None = None, u: Tensor | None = None
+) -> Tensor:
+    """Returns ``x``; in backward its gradient G becomes ``sketch(G).dense()``, E[Ĝ] = G.
+
+    Put it behind a layer, ``gate(F.linear(x, W, b), sketch, weight=W)``, and every gradient of
+    the layer comes from Ĝ. ``weight`` is for sketches that look at the layer's weight (Diagonal,
+    RankConstrained). A ``weight`` with leading dimensions means a stack of layers.
+
+    >>> y = gate(torch.relu(h), L1(0.1))
+    """
+    if isinstance(sketch, ElementMask):
+        raise TypeError(
+            "ElementMask masks the weight and the input of a layer, not a gradient: it works in "
+            "sketched_linear and sketch_, not in gate; ColumnMask and SampleMask do"
+        )
+    if sketch.needs_weight:
+        check_weight(weight, sketch)
+    stack = () if weight is None else weight.shape[:-2]
+    rows = x[(0,) * len(stack)].numel() // max(1, x.shape[-1])
+    if not (x.requires_grad and torch.is_grad_enabled()) or rows == 0:
+        return x
+    if sketch.keeps_all(rows, x.shape[-1], 0):
+        return x
+    return _Gate.apply(x, weight, sketch, u)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor | None, sketch: Sketch, u: Tensor | None) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, weight, ctx.sketch, u = inputs
+        ctx.stack = torch.Size() if weight is None else weight.shape[:-2]
+        ctx.save_for_backward(weight, u)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, u = ctx.saved_tensors
+        with torch.no_grad():
+            dense = ctx.sketch(as_rows(grad, ctx.stack), weight, u).dense().view(grad.shape)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            (dense,) = refuse_second_backward((dense,), grad)
+        return dense, None, None, None

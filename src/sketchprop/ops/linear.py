@@ -1,0 +1,142 @@
+"""The fast path: a linear layer whose backward multiplies only what is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..sketches import Sketch
+from ..weights import column_sums
+
+
+def sketched_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, *, u: Tensor | None = None
+) -> Tensor:
+    """``F.linear(x, weight, bias)``, with dX and dW from a sketch of the output gradient.
+
+    ``x: [*, d]``, ``weight: [n, d]``, ``bias: [n]``. Or a stack of independent layers, each with
+    its own draw: ``weight: [*stack, n, d]``, ``bias: [*stack, n]``, ``x: [*stack, *, d]``.
+    Where the sketch would keep everything, or no gradient is wanted, this is ``F.linear`` itself
+    and nothing is drawn. Draws come from the default generator, in backward; ``u`` replaces them
+    (for tests: every use of a layer must have its own).
+
+    >>> y = sketched_linear(torch.randn(128, 784), torch.randn(64, 784), None, L1(0.1))
+    """
+    x, weight, bias = _autocast(x, weight, bias)
+    stack = weight.shape[:-2]
+    if x.shape[: len(stack)] != stack or x.dim() <= len(stack) or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} does not fit weight of shape {tuple(weight.shape)}: "
+            f"x must be [{', '.join([*map(str, stack), '*', str(weight.shape[-1])])}]"
+        )
+    n, d = weight.shape[-2:]
+    rows = x.numel() // max(1, d * stack.numel())
+    wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if not wanted or not torch.is_grad_enabled() or rows == 0 or sketch.keeps_all(rows, n, d):
+        return _linear(x, weight, bias)
+    return _SketchedLinear.apply(x, weight, bias, sketch, u)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SketchedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, u: Tensor | None
+    ) -> Tensor:
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _, sketch, u = inputs
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        # A frozen weight needs no input, a frozen input no weight. The parameter itself is
+        # saved, never a copy: FSDP2 frees and refills it in between.
+        ctx.save_for_backward(
+            x if wants_weight else None, weight if wants_x or sketch.needs_weight else None, u
+        )
+        ctx.sketch = sketch
+        ctx.input_shape = x.shape
+        ctx.stack = weight.shape[:-2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, u = ctx.saved_tensors
+        with torch.no_grad():
+            grads: tuple[Tensor | None, ...] = _gradients(ctx, grad, x, weight, u)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            grads = refuse_second_backward(grads, grad, x, weight)
+        return (*grads, None, None)
+
+
+def _gradients(
+    ctx: Any, grad: Tensor, x: Tensor | None, weight: Tensor | None, u: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    sketch: Sketch = ctx.sketch
+    G = as_rows(grad, ctx.stack)
+    dX = dW = db = None
+    if wants_bias and sketch.exact_bias:
+        db = column_sums(G).to(grad.dtype)
+    if wants_x or wants_weight or (wants_bias and db is None):
+        compact = sketch(G, weight, u)
+        if wants_x:
+            assert weight is not None
+            dX = compact.input_grad(weight).view(ctx.input_shape)
+        if wants_weight:
+            assert x is not None
+            dW = compact.weight_grad(as_rows(x, ctx.stack))
+        if wants_bias and db is None:
+            db = compact.bias_grad()
+    return dX, dW, db
+
+
+def as_rows(x: Tensor, stack: tuple[int, ...] = ()) -> Tensor:
+    """``[*stack, *, d]`` as ``[*stack, B, d]``."""
+    return x.reshape(*stack, -1, x.shape[-1]) if x.dim() != len(stack) + 2 else x
+
+
+def refuse_second_backward(
+    grads: tuple[Tensor | None, ...], *inputs: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The same gradients, tied to ``inputs`` so that differentiating them raises."""
+    present = [g for g in grads if g is not None]
+    tied = iter(_Once.apply(len(present), *present, *inputs))  # type: ignore[no-untyped-call]
+    return tuple(None if g is None else next(tied) for g in grads)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(count: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(t.view_as(t) for t in tensors[:count] if t is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "a sketched gradient cannot be differentiated again: its random draw has no "
+            "derivative. Run the forward pass inside `with sketchprop.exact(model):`"
+        )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if weight.dim() == 2:
+        return F.linear(x, weight, bias)
+    stack = weight.shape[:-2]
+    X = as_rows(x, stack)
+    out = X @ weight.mT if bias is None else X @ weight.mT + bias.unsqueeze(-2)
+    return out.view(*x.shape[:-1], weight.shape[-2])
+
+
+def _autocast(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What autocast would do to F.linear's arguments, done outside of the Function."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

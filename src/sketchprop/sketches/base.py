@@ -1,0 +1,198 @@
+"""The shape of a sketch: atoms × weights × sampler × budget."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._checks import check_budget, check_sampling
+from ..compact import Columns, CompactGradient, Rows, scaled, take_columns, take_rows
+from ..probabilities import optimal_probabilities
+from ..sampling import draw_uniforms, sample_exact, sample_independent
+
+
+@dataclass(frozen=True, repr=False)
+class Sketch(ABC):
+    """A random Ĝ with E[Ĝ] = G, cheaper to multiply with than G.
+
+    ``budget``: the kept fraction, a float in (0, 1], or the rank, an int.
+    ``sampling``: ``"exact"`` always keeps the same number of atoms (static shapes);
+    ``"independent"`` tosses one coin per atom, the budget is then the expected size.
+    ``exact_bias``: the bias gradient costs one pass over G, so it need not be noisy;
+    ``False`` takes it from Ĝ, as the paper does.
+
+    Calling a sketch with ``G: [..., B, n]`` and ``W: [..., n, d]`` draws a compact gradient.
+    Leading dimensions are a stack of independent layers, each with its own draw.
+    """
+
+    budget: float | int
+    _: KW_ONLY
+    sampling: str = "exact"
+    exact_bias: bool = True
+
+    needs_weight: ClassVar[bool] = False
+    """Whether the draw looks at W; if not, ``None`` may be given for it."""
+
+    def __repr__(self) -> str:
+        shown = [repr(self.budget)]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                shown.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", check_budget(self.budget))
+        check_sampling(self.sampling)
+
+    def __call__(
+        self, G: Tensor, W: Tensor | None = None, u: Tensor | None = None
+    ) -> CompactGradient:
+        """Draws Ĝ; ``u`` fixes the uniforms (``uniform_shape`` says which shape), for tests."""
+        if u is None:
+            u = draw_uniforms(self.uniform_shape(G, W), G.device)
+        return self.compact(G, W, u)
+
+    @abstractmethod
+    def compact(self, G: Tensor, W: Tensor | None, u: Tensor) -> CompactGradient:
+        """Ĝ for given uniforms: pure."""
+
+    @abstractmethod
+    def uniform_shape(self, G: Tensor, W: Tensor | None) -> tuple[int, ...]:
+        """The shape of ``u``."""
+
+    @abstractmethod
+    def probabilities(self, G: Tensor, W: Tensor | None = None) -> Tensor:
+        """The inclusion probability of each atom."""
+
+    @abstractmethod
+    def atom_count(self, B: int, n: int, d: int) -> int:
+        """How many atoms G has."""
+
+    def flops(self, B: int, n: int, d: int) -> float:
+        """FLOPs of dX and dW together, scoring and solving included; exact ones cost 4Bnd."""
+        return self.product_flops(B, n, d) + self.planning_flops(B, n, d)
+
+    @abstractmethod
+    def product_flops(self, B: int, n: int, d: int) -> float:
+        """FLOPs of the matrix products that make dX and dW from the plan."""
+
+    def planning_flops(self, B: int, n: int, d: int) -> float:
+        """FLOPs of weights, probabilities and draw; here one pass over G and a sort."""
+        atoms = self.atom_count(B, n, d)
+        return 2 * B * n + atoms * (math.log2(max(2, atoms)) + 16)
+
+    def rank(self, atoms: int) -> float | int:
+        """How many of ``atoms`` are kept: an int for exact sampling, else the expected number."""
+        if isinstance(self.budget, int):
+            return min(self.budget, atoms)
+        if self.sampling == "independent":
+            return self.budget * atoms
+        return max(1, round(self.budget * atoms))
+
+    def keeps_all(self, B: int, n: int, d: int) -> bool:
+        """Whether nothing would be dropped: then the exact products are the ones to compute."""
+        atoms = self.atom_count(B, n, d)
+        return self.rank(atoms) >= atoms
+
+
+class Plan(NamedTuple):
+    """What a sketch decides from G and W before it draws."""
+
+    probabilities: Tensor
+    basis: tuple[Tensor, ...] = ()
+
+
+class AtomSketch(Sketch):
+    """G = Σ atoms; keep a few, each scaled by 1/pᵢ."""
+
+    @abstractmethod
+    def plan(self, G: Tensor, W: Tensor | None) -> Plan:
+        """The atoms and their probabilities."""
+
+    @abstractmethod
+    def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> CompactGradient:
+        """The atoms ``index[..., r]``, each times ``scale[..., r]``."""
+
+    def compact(self, G: Tensor, W: Tensor | None, u: Tensor) -> CompactGradient:
+        plan = self.plan(G, W)
+        p = plan.probabilities
+        if self.sampling == "exact":
+            index = sample_exact(p, u, int(self.rank(p.shape[-1])))
+            scale = _take(p, index).reciprocal()
+        else:
+            kept = sample_independent(p, u)
+            # One host synchronisation: the size of an independent draw is random. In a stack
+            # the shorter draws are padded with atoms times 0.
+            size = int(kept.sum(-1).max()) if kept.numel() else 0
+            index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :size]
+            scale = torch.where(_take(kept, index), _take(p, index).reciprocal(), 0.0)
+        return self.keep(G, plan, index, scale)
+
+    def uniform_shape(self, G: Tensor, W: Tensor | None) -> tuple[int, ...]:
+        stack = tuple(G.shape[:-2])
+        if self.sampling == "exact":
+            return stack
+        return (*stack, self.atom_count(G.shape[-2], G.shape[-1], 0))
+
+    def probabilities(self, G: Tensor, W: Tensor | None = None) -> Tensor:
+        return self.plan(G, W).probabilities
+
+
+class ColumnSketch(AtomSketch):
+    """Atoms are the columns of G. A method is its ``weights(G, W)``: ``[..., n]``.
+
+    >>> @dataclass(frozen=True, repr=False)
+    ... class LInf(ColumnSketch):
+    ...     def weights(self, G, W):
+    ...         return G.abs().amax(-2).square()
+    """
+
+    @abstractmethod
+    def weights(self, G: Tensor, W: Tensor | None) -> Tensor:
+        """wᵢ for each column; zero only where the column is zero."""
+
+    def atom_count(self, B: int, n: int, d: int) -> int:
+        return n
+
+    def product_flops(self, B: int, n: int, d: int) -> float:
+        return 4 * B * self.rank(n) * d
+
+    def plan(self, G: Tensor, W: Tensor | None) -> Plan:
+        return Plan(optimal_probabilities(self.weights(G, W), self.rank(G.shape[-1])))
+
+    def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> Columns:
+        return Columns(index, scaled(take_columns(G, index), scale.unsqueeze(-2)), G.shape[-1])
+
+
+class RowSketch(AtomSketch):
+    """Atoms are the rows of G. A method is its ``weights(G, W)``: ``[..., B]``."""
+
+    @abstractmethod
+    def weights(self, G: Tensor, W: Tensor | None) -> Tensor:
+        """w_b for each row; zero only where the row is zero."""
+
+    def atom_count(self, B: int, n: int, d: int) -> int:
+        return B
+
+    def product_flops(self, B: int, n: int, d: int) -> float:
+        return 4 * self.rank(B) * n * d
+
+    def plan(self, G: Tensor, W: Tensor | None) -> Plan:
+        return Plan(optimal_probabilities(self.weights(G, W), self.rank(G.shape[-2])))
+
+    def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> Rows:
+        return Rows(index, scaled(take_rows(G, index), scale.unsqueeze(-1)), G.shape[-2])
+
+
+def _take(p: Tensor, index: Tensor) -> Tensor:
+    return (
+        p[index]
+        if p.dim() == 1 and index.dim() == 1
+        else p.expand(*index.shape[:-1], -1).gather(-1, index)
+    )
