@@ -22,8 +22,8 @@ def optimal_probabilities(weights: Tensor, rank: float) -> Tensor:
 
     ``pᵢ = min(1, √wᵢ/√λ)``. A zero weight gets p = 0, unless fewer than ``rank`` weights are
     positive: then those have p = 1 and the others share what is left, so Σ p = rank always.
-    Solved in float32 or better whatever the dtype of ``weights``; a NaN weight
-    makes all probabilities NaN, an infinite one is kept (``rank`` of them or more: NaN).
+    Solved in float32 or better whatever the dtype of ``weights``; a NaN weight makes all
+    probabilities NaN, an infinite one is kept (``rank`` of them or more: NaN).
     O(n log n), no loop over coordinates, no host synchronisation. ``rank`` may be fractional (the expected size of an independent draw).
 
     >>> optimal_probabilities(torch.tensor([16.0, 1.0, 1.0]), 2)

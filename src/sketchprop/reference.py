@@ -142,7 +142,8 @@ def rank_constrained_sketch(G: Tensor, W: Tensor, r: int, u: float) -> Tensor:
     for i in correlated_exact_r_sample(p, r, u):
         D[i] = 1 / p[i]
     R = half @ U @ torch.diag(D) @ U.T @ half_inverse
-    return G @ R.T
+    G_hat: Tensor = G @ R.T
+    return G_hat
 
 
 def lower_bound(sigma: Tensor, r: int) -> float:
