@@ -24,12 +24,25 @@ def optimal_probabilities(weights: Tensor, rank: float) -> Tensor:
     positive: then those have p = 1 and the others share what is left, so Σ p = rank always.
     Solved in float32 or better whatever the dtype of ``weights``; a NaN weight makes all
     probabilities NaN, an infinite one is kept (``rank`` of them or more: NaN).
-    O(n log n), no loop over coordinates, no host synchronisation. ``rank`` may be fractional (the expected size of an independent draw).
+    O(n log n), no loop over coordinates, no host synchronisation. ``rank`` may be fractional
+    (the expected size of an independent draw). A negative weight is an error on the CPU; on
+    other devices, where looking would mean waiting, it gives NaN.
 
     >>> optimal_probabilities(torch.tensor([16.0, 1.0, 1.0]), 2)
     tensor([1.0000, 0.5000, 0.5000])
     """
     check_rank(rank)
+    on_host = weights.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and bool((weights < 0).any()):
+        raise ValueError(
+            f"weights must not be negative, and the smallest is {float(weights.min()):g}; "
+            "give for example squared norms: G.square().sum(-2)"
+        )
+    return water_fill(weights, rank)
+
+
+def water_fill(weights: Tensor, rank: float) -> Tensor:
+    """``optimal_probabilities`` without its checks."""
     n = weights.shape[-1]
     root = weights.to(solve_dtype(weights)).sqrt()
     if rank >= n:

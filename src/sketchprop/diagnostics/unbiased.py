@@ -142,6 +142,11 @@ def expected_gradients(sketch: Sketch, G: Tensor, W: Tensor, X: Tensor) -> tuple
     terms that each depend on one, so they may all be moved together.
     """
     p = sketch.probabilities(G, W).detach().to(torch.float64).flatten()
+    if p.isnan().any() and G.isfinite().all():
+        raise ValueError(
+            f"{sketch!r} has NaN probabilities for a finite gradient; its weights must not be "
+            "negative or NaN"
+        )
     sums = p.cumsum(0)
     ends = p.new_tensor([0.0, 1.0])
     points = torch.cat([ends, sums - sums.floor(), p.clamp(0, 1)]).sort().values

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._checks import check_budget, check_sampling
 from ..compact import Columns, CompactGradient, Rows, scaled, take_columns, take_rows
-from ..probabilities import optimal_probabilities
+from ..probabilities import water_fill
 from ..sampling import draw_uniforms, sample_exact, sample_independent
 
 
@@ -164,7 +164,7 @@ class ColumnSketch(AtomSketch):
         return 4 * B * self.rank(n) * d
 
     def plan(self, G: Tensor, W: Tensor | None) -> Plan:
-        return Plan(optimal_probabilities(self.weights(G, W), self.rank(G.shape[-1])))
+        return Plan(water_fill(self.weights(G, W), self.rank(G.shape[-1])))
 
     def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> Columns:
         return Columns(index, scaled(take_columns(G, index), scale.unsqueeze(-2)), G.shape[-1])
@@ -184,7 +184,7 @@ class RowSketch(AtomSketch):
         return 4 * self.rank(B) * n * d
 
     def plan(self, G: Tensor, W: Tensor | None) -> Plan:
-        return Plan(optimal_probabilities(self.weights(G, W), self.rank(G.shape[-2])))
+        return Plan(water_fill(self.weights(G, W), self.rank(G.shape[-2])))
 
     def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> Rows:
         return Rows(index, scaled(take_rows(G, index), scale.unsqueeze(-1)), G.shape[-2])

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import weights
 from .._checks import check_weight, solve_dtype
 from ..compact import LowRank, scaled, take_columns
-from ..probabilities import optimal_probabilities
+from ..probabilities import water_fill
 from .base import AtomSketch, Plan
 
 EIGEN_FLOPS = 9
@@ -41,7 +41,7 @@ class SpectralSketch(AtomSketch):
 
     def plan(self, G: Tensor, W: Tensor | None) -> Plan:
         w, basis = self.directions(G, W)
-        return Plan(optimal_probabilities(w, self.rank(w.shape[-1])), basis)
+        return Plan(water_fill(w, self.rank(w.shape[-1])), basis)
 
 
 @dataclass(frozen=True, repr=False)
