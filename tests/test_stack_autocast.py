@@ -1,0 +1,94 @@
+"""Autocast and GradScaler on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sketchprop as sp
+from stack_helpers import SKETCHES, Z_LIMIT, batch, equal, gradients, largest_z, net
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def autocast_loss(model: nn.Module, dtype: torch.dtype) -> Tensor:
+    x, y = batch()
+    with torch.autocast("cpu", dtype=dtype):
+        out = model(x)
+        assert out.dtype == dtype
+        return F.cross_entropy(out.float(), y)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_budget_one_trains_bitwise_like_the_plain_model(dtype: torch.dtype) -> None:
+    models = net(dropout=0.2), sp.sketch_(net(dropout=0.2), sp.L1(1.0))
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(3):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            autocast_loss(model, dtype).backward()
+            optimizer.step()
+    assert equal(models[0].parameters(), models[1].parameters())
+    assert not equal(models[0].parameters(), net().parameters())
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
+def test_the_mean_is_the_autocast_gradient(sketch: sp.Sketch, dtype: torch.dtype) -> None:
+    """z ≤ 5 over 200 draws."""
+    model = net()
+    truth = gradients(model.parameters(), lambda: autocast_loss(model, dtype), 0)
+    sp.sketch_(model, sketch)
+
+    def draw(k: int) -> list[Tensor]:
+        return gradients(model.parameters(), lambda: autocast_loss(model, dtype), k)
+
+    assert not equal(truth, draw(0))
+    assert all(g.dtype == torch.float32 for g in draw(0))
+    assert largest_z(truth, draw, 200) <= Z_LIMIT
+
+
+def test_the_mean_test_notices_a_bias() -> None:
+    model = sp.sketch_(net(), sp.L1(0.3))
+    with sp.exact(model):
+        truth = gradients(model.parameters(), lambda: autocast_loss(model, torch.bfloat16), 0)
+
+    def draw(k: int) -> list[Tensor]:
+        loss = autocast_loss(model, torch.bfloat16)
+        return [1.15 * g for g in gradients(model.parameters(), lambda: loss, k)]
+
+    assert largest_z(truth, draw, 200) > Z_LIMIT
+
+
+@pytest.mark.parametrize("sampling", ["exact", "independent"])
+@pytest.mark.parametrize("sketch", [*SKETCHES, sp.ElementMask(0.3)], ids=repr)
+def test_grad_scaler_sees_an_overflow_and_skips_the_step(sketch: sp.Sketch, sampling: str) -> None:
+    sketch = type(sketch)(sketch.budget, sampling=sampling)
+    model = sp.sketch_(net(), sketch, filter_fn=lambda module, name: True)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    loss = autocast_loss(model, torch.float16)
+    scaler.scale(loss).backward()
+    # Each layer's own gradient tells, not only the head's.
+    assert not any(bool(m.weight.grad.isfinite().all()) for m in model if isinstance(m, nn.Linear))
+    scaler.step(optimizer)
+    scaler.update()
+    assert equal(before, model.parameters())
+    assert scaler.get_scale() == 2.0**39
+
+
+def test_grad_scaler_steps_when_all_is_finite() -> None:
+    plain, sketched = net(), sp.sketch_(net(), sp.L1(1.0))
+    for model in (plain, sketched):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        scaler.scale(autocast_loss(model, torch.float16)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**8
+    assert equal(plain.parameters(), sketched.parameters())
+    assert not equal(plain.parameters(), net().parameters())
