@@ -16,6 +16,11 @@ def solve_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """float64 where the device has it: for probabilities and their cumulative sums."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
 def check_rank(rank: object) -> None:
     if isinstance(rank, bool) or not isinstance(rank, numbers.Real) or not float(rank) > 0:
         raise ValueError(

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._checks import check_rank, solve_dtype
+from ._checks import check_rank, solve_dtype, wide_dtype
 
 
 def optimal_probabilities(weights: Tensor, rank: float) -> Tensor:
@@ -38,13 +38,13 @@ def optimal_probabilities(weights: Tensor, rank: float) -> Tensor:
             f"weights must not be negative, and the smallest is {float(weights.min()):g}; "
             "give for example squared norms: G.square().sum(-2)"
         )
-    return water_fill(weights, rank)
+    return water_fill(weights, rank).to(solve_dtype(weights))
 
 
 def water_fill(weights: Tensor, rank: float) -> Tensor:
-    """``optimal_probabilities`` without its checks."""
+    """``optimal_probabilities`` without its checks, in float64, as sampling wants it."""
     n = weights.shape[-1]
-    root = weights.to(solve_dtype(weights)).sqrt()
+    root = weights.to(wide_dtype(weights)).sqrt()
     if rank >= n:
         return torch.ones_like(root) + 0 * root  # 0·w: a non-finite weight stays visible
     # Zero roots become the smallest normal number: invisible beside any other, and where fewer
@@ -57,7 +57,7 @@ def water_fill(weights: Tensor, rank: float) -> Tensor:
     sums = root.sort(dim=-1).values.cumsum(-1)
     candidates = math.ceil(rank)
     first = 1 + rank - candidates  # r - k for the largest k; 1 unless the rank is fractional
-    room = torch.arange(candidates, dtype=root.dtype, device=root.device) + first
+    room = torch.arange(first, first + candidates, dtype=root.dtype, device=root.device)
     level = (sums[..., n - candidates :] / room).amin(-1, keepdim=True)
     p = (root / level).clamp_(max=1.0)
     return torch.threshold_(p, tiny**0.75, 0.0)  # the stand-ins back to zero; NaN stays

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._checks import check_rank
+from ._checks import check_rank, wide_dtype
 
 
 def draw_uniforms(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -26,8 +26,8 @@ def sample_exact(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
     Needs Σ p = rank, as ``optimal_probabilities`` returns it. O(n), no host synchronisation.
 
     An atom with p = 1 is never skipped and never drawn twice, and one with p = 0 never drawn,
-    whatever the rounding: sure atoms are counted in integers, apart from the cumulative sum of
-    the others, which runs in float64 and is scaled to end at an integer exactly.
+    whatever the rounding: p is rounded to a grid on which float64 sums are exact, and u moves by
+    what the sum then lacks of ``rank``.
 
     >>> sample_exact(torch.tensor([1.0, 0.5, 0.5]), torch.tensor(0.7), 2)
     tensor([0, 2])
@@ -40,26 +40,32 @@ def sample_exact(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
         )
     rank = int(rank)
     batch = probabilities.dim() > 1 or u.dim() > 0
-    if rank == n:
-        whole = torch.arange(n, device=probabilities.device)
-        return whole.expand_as(probabilities + u.unsqueeze(-1)) if batch else whole
-    wide = torch.float32 if probabilities.device.type == "mps" else torch.float64
-    # Within this of 1 an atom is sure: wider than the rounding of a sum of up to ``rank``.
-    slack = max(4 * torch.finfo(probabilities.dtype).eps, 4 * rank * torch.finfo(wide).eps)
-    sure = probabilities >= 1 - slack
-    certain = sure.cumsum(-1)
-    points = probabilities.masked_fill(sure, 0).cumsum(-1, dtype=wide)
-    # The last of these is total/total = 1 times an integer: exact.
-    total = points[..., -1:].clamp(min=torch.finfo(wide).tiny)
-    points = points / total * (rank - certain[..., -1:])
-    # How many of u, u+1, … lie below each point: ⌈point - u⌉, free of the rounding of point - u.
-    taken = points.floor() + (points.frac() > (u.unsqueeze(-1) if batch else u))
-    taken += certain
-    order = torch.arange(1, rank + 1, dtype=wide, device=taken.device)
+    wide = wide_dtype(probabilities)
+    if probabilities.dtype != wide:
+        probabilities = _renormalised(probabilities.to(wide), rank)
     if batch:
-        order = order.expand(*taken.shape[:-1], rank).contiguous()
+        probabilities = probabilities.expand(*(probabilities[..., 0] + u).shape, n)
+        u = u.unsqueeze(-1)
+    # Adding and taking away a power of two above all sums leaves multiples of its last bit:
+    # then P is exact, and a sure atom spans exactly 1.
+    grid = 2.0 ** rank.bit_length()
+    sums = (probabilities + grid).sub_(grid).cumsum(-1)
+    # Only u ≥ ε = P_n - r meets a sure atom at the end, and only u < 1 + ε stays below P_n; but u
+    # must not reach 1 itself: a sure atom at the beginning would be missed. |ε| ~ 1e-15 n.
+    excess = sums[..., -1:] - rank
+    u = u.clamp(excess, excess.clamp(max=0) + (1 - 2 * grid * torch.finfo(wide).eps))
+    points = u + torch.arange(rank, dtype=wide, device=u.device)
     # The clamp only matters for NaN probabilities: they must not index out of range.
-    return torch.searchsorted(taken, order).clamp_(max=n - 1)
+    return torch.searchsorted(sums, points, right=True).clamp_(max=n - 1)
+
+
+def _renormalised(p: Tensor, rank: int) -> Tensor:
+    """p from lower precision, the atoms that are not sure scaled so that Σ p = rank again."""
+    sure = p >= 1 - 4 * torch.finfo(torch.float32).eps
+    rest = p.masked_fill(sure, 0)
+    left = rank - sure.sum(-1, keepdim=True)
+    scale = left / rest.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+    return torch.where(sure, 1.0, rest * scale)
 
 
 def sample_independent(probabilities: Tensor, u: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Benchmarks: exact, sketched and floor, interleaved in one run; ratios, not times."""

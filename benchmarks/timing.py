@@ -1,0 +1,102 @@
+"""Interleaved timing: machines drift, so only ratios within one round mean anything."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+PINNED = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+"""Settings under which the C allocator keeps its pages instead of asking for fresh ones."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median over rounds of a time over the baseline's time in the same round."""
+
+    median: float
+    low: float
+    high: float
+    milliseconds: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def interleave(
+    work: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float = 3.0,
+    rounds: tuple[int, int] = (9, 400),
+) -> dict[str, Ratio]:
+    """Times each function once per round, in turn, until ``seconds`` are used up.
+
+    The first entry is the baseline. Medians of the ratios, with their quartiles.
+    """
+    for function in work.values():
+        function()
+        function()
+    times: dict[str, list[float]] = {name: [] for name in work}
+    names = list(work)
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        done = 0
+        while done < rounds[0] or (done < rounds[1] and time.perf_counter() - start < seconds):
+            # Rotating the order keeps any effect of the predecessor from sticking to one entry.
+            shift = done % len(names)
+            for name in names[shift:] + names[:shift]:
+                before = time.perf_counter()
+                work[name]()
+                times[name].append(time.perf_counter() - before)
+            done += 1
+    finally:
+        gc.enable()
+    base = times[names[0]]
+    results = {}
+    for name, series in times.items():
+        ratios = [t / b for t, b in zip(series, base, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        milliseconds = 1e3 * statistics.median(series)
+        results[name] = Ratio(statistics.median(ratios), low, high, milliseconds)
+    return results
+
+
+def restart_pinned(allocator: str) -> None:
+    """Starts this command anew with the allocator pinned: the settings are read at start only."""
+    if allocator == "pinned" and any(os.environ.get(k) != v for k, v in PINNED.items()):
+        environment = {**os.environ, **PINNED}
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], environment)
+
+
+def machine(allocator: str) -> dict[str, object]:
+    """What a result depends on."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "allocator": allocator,
+        "allocator_settings": {k: os.environ.get(k) for k in PINNED},
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        return platform.processor()
