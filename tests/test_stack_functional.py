@@ -1,0 +1,70 @@
+"""torch.func, functional_call, torch.export."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vjp
+
+import sketchprop as sp
+from stack_helpers import SKETCHES, Z_LIMIT, batch, equal, gradients, largest_z, net
+
+
+def functional_gradients(model: nn.Module, seed: int) -> list[Tensor]:
+    x, y = batch()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(functional_call(model, values, (x,)), y)
+
+    torch.manual_seed(seed)
+    return list(grad(loss)(parameters).values())
+
+
+@pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
+def test_func_grad_is_backward(sketch: sp.Sketch) -> None:
+    """Seed for seed; z ≤ 5 over 200 draws."""
+    model = net(dropout=0.2)
+    x, y = batch()
+    sp.sketch_(model, sketch)
+    backward = gradients(model.parameters(), lambda: F.cross_entropy(model(x), y), 5)
+    assert equal(functional_gradients(model, 5), backward)
+    still = sp.sketch_(net(), sketch)
+    truth = functional_gradients(net(), 0)
+    assert largest_z(truth, lambda k: functional_gradients(still, k), 200) <= Z_LIMIT
+
+
+def test_budget_one_is_the_plain_model() -> None:
+    sketched = sp.sketch_(net(dropout=0.2), sp.L1(1.0))
+    assert equal(functional_gradients(net(dropout=0.2), 3), functional_gradients(sketched, 3))
+
+
+def test_vjp_of_a_sketched_layer() -> None:
+    weight, x, v = torch.randn(8, 5), torch.randn(6, 5), torch.randn(6, 8)
+    _, pull = vjp(lambda w: sp.sketched_linear(x, w, None, sp.ColumnMask(2)), weight)
+    (dW,) = pull(v)
+    kept = dW.abs().sum(1) > 0
+    assert int(kept.sum()) == 2
+    torch.testing.assert_close(dW[kept], 4 * (v.mT @ x)[kept])
+
+
+def test_functional_call_uses_the_given_parameters() -> None:
+    model = sp.sketch_(net(), sp.L1(0.3))
+    x, y = batch()
+    values = {name: torch.zeros_like(p).requires_grad_() for name, p in model.named_parameters()}
+    F.cross_entropy(functional_call(model, values, (x,)), y).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert float(values["5.bias"].grad.norm()) > 0
+
+
+@pytest.mark.parametrize("sketch", [*SKETCHES, sp.GradientSVD(0.3)], ids=repr)
+def test_export_of_the_eval_model_is_the_parents(sketch: sp.Sketch) -> None:
+    x, _ = batch()
+    plain, sketched = net(dropout=0.2).eval(), sp.sketch_(net(dropout=0.2), sketch).eval()
+    programs = [torch.export.export(m, (x,)) for m in (plain, sketched)]
+    graphs = [[str(node.target) for node in p.graph.nodes] for p in programs]
+    assert graphs[0] == graphs[1]
+    assert list(programs[1].state_dict) == list(plain.state_dict())
+    assert torch.equal(programs[1].module()(x), plain(x))
