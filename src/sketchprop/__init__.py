@@ -7,11 +7,12 @@ replaces exact vector-Jacobian products, layer by layer, by random ones whose me
 true gradient and whose cost is a fraction.
 """
 
+from . import select
 from ._version import __version__
 from .compact import Columns, CompactGradient, LowRank, Rows
 from .diagnostics import check_unbiased
-from .modules import SketchedLinear
-from .ops import gate, sketched_linear
+from .modules import SketchedLinear, SketchedModule, sketchable
+from .ops import gate, sketched_conv, sketched_linear
 from .probabilities import optimal_probabilities
 from .sampling import sample_exact, sample_independent
 from .sketches import (
@@ -48,6 +49,7 @@ __all__ = [
     "SampleMask",
     "Sketch",
     "SketchedLinear",
+    "SketchedModule",
     "Variance",
     "__version__",
     "check_unbiased",
@@ -56,7 +58,10 @@ __all__ = [
     "optimal_probabilities",
     "sample_exact",
     "sample_independent",
+    "select",
     "sketch_",
+    "sketchable",
+    "sketched_conv",
     "sketched_linear",
     "summary",
     "unsketch_",

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from ._table import table
-from .modules import SketchedModule
+from .modules import BUILT_IN, SketchedModule, sketched_class
 from .sketches import Sketch
-from .transform import is_sketchable
+from .transform import refusal
 
 
 @dataclass(frozen=True)
@@ -62,29 +62,61 @@ def summary(model: nn.Module, rows: int = 128) -> Summary:
 
     >>> print(summary(model))
     """
-    layers = []
+    layers: list[LayerSummary] = []
+    sketches = [m.sketch for m in model.modules() if isinstance(m, SketchedModule)]
+    parts: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if is_sketchable(module):
-            layers.append(_sketchable(name, module, rows))
-        elif weight is not None and weight.dim() > 1:
-            kind = type(module).__name__
-            note = f"{kind} is not a class that sketch_ knows"
-            layers.append(LayerSummary(name, kind, tuple(weight.shape), None, 1.0, 1.0, note))
+        if isinstance(module, nn.MultiheadAttention):
+            parts[module.out_proj] = name
+        shape = _shape(module)
+        if shape is None:
+            continue
+        kind = type(module).__name__
+        if isinstance(module, SketchedModule):
+            layers.append(_sketched(name, module, shape, rows))
+            continue
+        if module in parts:
+            note = f"never called itself: a part of {parts[module]!r}"
+        elif sketched_class(type(module)) is not None:
+            reasons = [r for r in (refusal(module, s) for s in sketches) if r]
+            note = reasons[0] if reasons else "not taken by sketch_"
+        else:
+            note = _unknown(module)
+        layers.append(LayerSummary(name, kind, shape, None, 1.0, 1.0, note))
     return Summary(rows, tuple(layers))
 
 
-def _sketchable(name: str, module: nn.Module, rows: int) -> LayerSummary:
-    weight = module.weight
-    shape: tuple[int, ...] = tuple(weight.shape)  # type: ignore[arg-type]
+def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: int) -> LayerSummary:
+    assert isinstance(module, nn.Module)
+    kind, sketch = type(module).__name__, module.sketch
+    matrices = module.matrices(module)
+    atoms = [sketch.atom_count(rows, n, d) for n, d in matrices]
+    kept = sum(sketch.rank(a) for a in atoms) / max(1, sum(atoms))
+    if all(sketch.keeps_all(rows, n, d) for n, d in matrices):
+        note = f"the budget keeps all {sum(atoms)} atoms: exact"
+        return LayerSummary(name, kind, shape, sketch, 1.0, 1.0, note)
+    exact = [4 * rows * n * d for n, d in matrices]
+    flops = sum(
+        whole if sketch.keeps_all(rows, n, d) else sketch.flops(rows, n, d)
+        for whole, (n, d) in zip(exact, matrices, strict=True)
+    )
+    return LayerSummary(name, kind, shape, sketch, kept, flops / max(1, sum(exact)), "")
+
+
+def _shape(module: nn.Module) -> tuple[int, ...] | None:
+    """The shape of the first weight with a matrix in it; ``None`` if the module has none."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.dim() > 1 and not name.startswith("bias"):
+            return tuple(parameter.shape)
+    return None
+
+
+def _unknown(module: nn.Module) -> str:
     kind = type(module).__name__
-    if not isinstance(module, SketchedModule):
-        return LayerSummary(name, kind, shape, None, 1.0, 1.0, "not taken by sketch_")
-    n, d = shape
-    atoms = module.sketch.atom_count(rows, n, d)
-    if module.sketch.keeps_all(rows, n, d):
-        note = f"the budget keeps all {atoms} atoms: exact"
-        return LayerSummary(name, kind, shape, module.sketch, 1.0, 1.0, note)
-    kept = module.sketch.rank(atoms) / atoms
-    flops = module.sketch.flops(rows, n, d) / (4 * rows * n * d)
-    return LayerSummary(name, kind, shape, module.sketch, kept, flops, "")
+    parents = [plain.__name__ for plain in BUILT_IN if isinstance(module, plain)]
+    if parents:
+        return f"{kind} is a subclass of nn.{parents[0]} and may compute something else"
+    stacks = [n for n, p in module._parameters.items() if p is not None and p.dim() == 3]
+    if stacks and "weight" not in stacks:
+        return f"{kind} is not a class that sketch_ knows: stacks of weights {', '.join(stacks)}"
+    return f"{kind} is not a class that sketch_ knows"

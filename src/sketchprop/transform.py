@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torch import nn
 
-from .modules import SKETCHED, SketchedModule
+from .modules import BUILT_IN, SketchedModule, sketched_class
+from .select import Layers, Predicate, Selector, as_selector, everything, last, sketchable_layers
 from .sketches import Sketch
 
-Filter = Callable[[nn.Module, str], bool]
+Filter = Selector | Predicate
 Model = TypeVar("Model", bound=nn.Module)
-
-_PLAIN = {sketched: plain for plain, sketched in SKETCHED.items()}
 
 
 def sketch_(
@@ -28,31 +27,35 @@ def sketch_(
 
     ``sketch``: one sketch, or a mapping from name patterns (``*``, ``?``, ``[...]``) to sketches;
     the first pattern that matches a layer's name decides, ``None`` leaves it exact.
-    ``filter_fn(module, name)`` says which layers are taken; by default every linear layer but the
-    last one (with a mapping: every layer that a pattern matches). A layer that is sketched
-    already gets the new sketch; one that is not taken stays as it is.
+    ``filter_fn``: which layers are taken, a filter of ``sketchprop.select`` or a function
+    ``(module, name) -> bool``; by default ``~select.last``, every layer but the last linear one
+    (with a mapping: every layer that a pattern matches). A layer that is sketched already gets
+    the new sketch; one that is not taken stays as it is, and ``summary`` says why.
 
+    Taken are linear layers, convolutions (with a kernel only by column sketches such as L1),
+    ``nn.MultiheadAttention``, transformers' ``Conv1D`` and layers made ``sketchable``.
     Only classes change: parameters, ``state_dict`` keys, hooks and optimizers built before stay.
 
     >>> sketch_(model, L1(0.1))
     >>> sketch_(vit, {"blocks.*.mlp.*": L1(0.1), "blocks.*.attn.*": L1(0.25)})
     """
-    layers = {name: module for name, module in model.named_modules() if is_sketchable(module)}
+    layers = sketchable_layers(model)
+    chosen: dict[str, Sketch | None]
     if isinstance(sketch, Mapping):
         chosen = _match(layers, sketch)
+        rule = as_selector(filter_fn or everything)
     elif isinstance(sketch, Sketch):
-        chosen = dict.fromkeys(layers, sketch)
-        if filter_fn is None and layers:
-            chosen.pop(list(layers)[-1])
+        chosen = {name: sketch for name, layer in layers.items() if not refusal(layer, sketch)}
+        rule = as_selector(filter_fn or ~last)
     else:
         raise TypeError(
             f"sketch={sketch!r} is a {type(sketch).__name__}; give a sketch, for example "
             "L1(0.1), or a mapping from name patterns to sketches"
         )
-    if filter_fn is not None:
-        chosen = {name: s for name, s in chosen.items() if filter_fn(layers[name], name)}
+    picked = rule.pick(layers)
+    chosen = {name: s for name, s in chosen.items() if name in picked}
     if not chosen:
-        raise ValueError(_nothing_taken(model, layers, sketch, filter_fn))
+        raise ValueError(_nothing_taken(model, layers, sketch, filter_fn, picked))
     for name, s in chosen.items():
         if s is None:
             _restore(layers[name])
@@ -86,50 +89,66 @@ def exact(model: nn.Module) -> Iterator[None]:
             m.exact = was
 
 
-def is_sketchable(module: nn.Module) -> bool:
-    """Whether ``sketch_`` knows this very class; a subclass may compute something else."""
-    return type(module) in SKETCHED or type(module) in _PLAIN
-
-
 def _turn(module: nn.Module, sketch: Sketch) -> None:
-    if type(module) in SKETCHED:
-        module.__class__ = SKETCHED[type(module)]
+    if not isinstance(module, SketchedModule):
+        module.__class__ = sketched_class(type(module))  # type: ignore[assignment]
         module.exact = False  # type: ignore[assignment]
     module.sketch = sketch  # type: ignore[assignment]
 
 
 def _restore(module: nn.Module) -> None:
-    if type(module) in _PLAIN:
-        module.__class__ = _PLAIN[type(module)]
-        del module.sketch, module.exact
-
-
-def _match(
-    layers: Mapping[str, nn.Module], patterns: Mapping[str, Sketch | None]
-) -> dict[str, Sketch | None]:
-    chosen: dict[str, Sketch | None] = {}
-    unused = dict(patterns)
-    for name in layers:
-        hits = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
-        for pattern in hits:
-            unused.pop(pattern, None)
-        if hits:
-            chosen[name] = patterns[hits[0]]
-    if unused:
-        pattern = next(iter(unused))
-        raise ValueError(
-            f"the pattern {pattern!r} matches no layer that can be sketched; "
-            + _near(pattern, layers)
+    if not isinstance(module, SketchedModule):
+        return
+    if sketched_class(module.plain) is not type(module):
+        raise TypeError(
+            f"{type(module).__name__} was made from a sketched layer by another library (as "
+            "fully_shard does) and cannot be given its class back; use `with sketchprop.exact"
+            "(model):`, or unsketch_ the model before"
         )
+    module.__class__ = module.plain  # type: ignore[assignment]
+    del module.sketch, module.exact
+
+
+def refusal(layer: nn.Module, sketch: Sketch) -> str:
+    """Why ``sketch`` cannot take this layer; empty if it can."""
+    sketched = sketched_class(type(layer))
+    return "" if sketched is None else sketched.left_exact(layer, sketch)
+
+
+def _match(layers: Layers, patterns: Mapping[str, Sketch | None]) -> dict[str, Sketch | None]:
+    """A sketch for each layer; what a wildcard happens to catch and cannot take stays out."""
     for pattern, s in patterns.items():
         if s is not None and not isinstance(s, Sketch):
             raise TypeError(
                 f"{pattern!r}: {s!r} is not a sketch; give for example L1(0.1), or None"
             )
+    chosen: dict[str, Sketch | None] = {}
+    refused: dict[str, list[str]] = {pattern: [] for pattern in patterns}
+    useful: set[str] = set()
+    for name, layer in layers.items():
+        hits = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+        if not hits:
+            continue
+        s = patterns[hits[0]]
+        reason = "" if s is None else refusal(layer, s)
+        if reason:
+            refused[hits[0]].append(f"{name!r} cannot be sketched: {reason}")
+            hits = hits[1:]
+        else:
+            chosen[name] = s
+        useful.update(hits)
+    for pattern in patterns:
+        if refused[pattern] and (pattern not in useful or pattern in layers):
+            raise ValueError(f"the pattern {pattern!r}: {refused[pattern][0]}")
+        if pattern not in useful:
+            raise ValueError(
+                f"the pattern {pattern!r} matches no layer that can be sketched; "
+                + _near(pattern, layers)
+            )
     return chosen
 
 
-def _near(pattern: str, layers: Mapping[str, nn.Module]) -> str:
+def _near(pattern: str, layers: Layers) -> str:
     if not layers:
         return "the model has none"
     near = difflib.get_close_matches(pattern, layers, n=4, cutoff=0.3) or list(layers)[:4]
@@ -137,18 +156,27 @@ def _near(pattern: str, layers: Mapping[str, nn.Module]) -> str:
 
 
 def _nothing_taken(
-    model: nn.Module, layers: Mapping[str, nn.Module], sketch: object, filter_fn: Filter | None
+    model: nn.Module,
+    layers: Layers,
+    sketch: object,
+    filter_fn: Filter | None,
+    picked: set[str],
 ) -> str:
-    known = ", ".join(sorted(f"nn.{plain.__name__}" for plain in SKETCHED))
     if not layers:
+        known = ", ".join(sorted(f"nn.{plain.__name__}" for plain in BUILT_IN))
         return (
             f"{type(model).__name__} has no layer that can be sketched; {known} (the class "
-            "itself, not a subclass) can be"
+            "itself, not a subclass) can be, and layers of your own with @sketchable"
         )
+    if isinstance(sketch, Sketch):
+        reasons = [(n, refusal(layers[n], sketch)) for n in layers if n in picked]
+        refused = [f"{name!r}: {reason}" for name, reason in reasons if reason]
+        if refused:
+            return f"no layer can take {sketch!r}; {refused[0]}"
     names = ", ".join(repr(name) for name in list(layers)[:6])
     if filter_fn is not None:
         return f"filter_fn took none of the layers that can be sketched: {names}"
     return (
         f"{type(model).__name__} has one layer that can be sketched, {names}, and by default the "
-        "last one stays exact; to take it, pass filter_fn=lambda module, name: True"
+        "last one stays exact; to take it, pass filter_fn=sketchprop.select.everything"
     )

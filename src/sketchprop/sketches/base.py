@@ -121,18 +121,19 @@ class AtomSketch(Sketch):
 
     def compact(self, G: Tensor, W: Tensor | None, u: Tensor) -> CompactGradient:
         plan = self.plan(G, W)
-        p = plan.probabilities
+        return self.keep(G, plan, *self.draw(plan.probabilities, u))
+
+    def draw(self, p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """The kept atoms ``index[..., r]`` and their ``scale[..., r]``, 1/pᵢ."""
         if self.sampling == "exact":
             index = sample_exact(p, u, int(self.rank(p.shape[-1])))
-            scale = _take(p, index).reciprocal()
-        else:
-            kept = sample_independent(p, u)
-            # One host synchronisation: the size of an independent draw is random. In a stack
-            # the shorter draws are padded with atoms times 0.
-            size = int(kept.sum(-1).max()) if kept.numel() else 0
-            index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :size]
-            scale = torch.where(_take(kept, index), _take(p, index).reciprocal(), 0.0)
-        return self.keep(G, plan, index, scale)
+            return index, _take(p, index).reciprocal()
+        kept = sample_independent(p, u)
+        # One host synchronisation: the size of an independent draw is random. In a stack
+        # the shorter draws are padded with atoms times 0.
+        size = int(kept.sum(-1).max()) if kept.numel() else 0
+        index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :size]
+        return index, torch.where(_take(kept, index), _take(p, index).reciprocal(), 0.0)
 
     def uniform_shape(self, G: Tensor, W: Tensor | None) -> tuple[int, ...]:
         stack = tuple(G.shape[:-2])
@@ -156,6 +157,13 @@ class ColumnSketch(AtomSketch):
     @abstractmethod
     def weights(self, G: Tensor, W: Tensor | None) -> Tensor:
         """wᵢ for each column; zero only where the column is zero."""
+
+    def fold(self, G: Tensor) -> Tensor:
+        """A matrix with the column weights of ``G: [B, n, L]``, a convolution's; here all of it.
+
+        Override it where a smaller one will do: then no transposed copy of G is made.
+        """
+        return G.mT.reshape(-1, G.shape[1])
 
     def atom_count(self, B: int, n: int, d: int) -> int:
         return n

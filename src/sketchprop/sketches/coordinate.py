@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .. import weights
+from .. import channels, weights
 from .._checks import check_weight
 from .base import ColumnSketch
 
@@ -26,6 +26,9 @@ class L1(ColumnSketch):
         w = weights.l1(G)
         return w.sqrt() if self.root else w
 
+    def fold(self, G: Tensor) -> Tensor:
+        return channels.absolute_sums(G)
+
 
 @dataclass(frozen=True, repr=False)
 class L2(ColumnSketch):
@@ -37,6 +40,9 @@ class L2(ColumnSketch):
     def weights(self, G: Tensor, W: Tensor | None) -> Tensor:
         w = weights.l2(G)
         return w.sqrt() if self.root else w
+
+    def fold(self, G: Tensor) -> Tensor:
+        return channels.norms(G)
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,6 +78,9 @@ class Diagonal(ColumnSketch):
 
     def weights(self, G: Tensor, W: Tensor | None) -> Tensor:
         return weights.diagonal(G, check_weight(W, self), 0.0 if self.paper else weights.FLOOR)
+
+    def fold(self, G: Tensor) -> Tensor:
+        return channels.norms(G)
 
     def planning_flops(self, B: int, n: int, d: int) -> float:
         return super().planning_flops(B, n, d) + 2 * n * d

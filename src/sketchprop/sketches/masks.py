@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import weights
+from .. import channels, weights
 from .._checks import check_weight, solve_dtype
 from ..compact import MaskedElements
 from ..sampling import sample_exact, sample_independent
@@ -24,6 +24,9 @@ class ColumnMask(ColumnSketch):
 
     def weights(self, G: Tensor, W: Tensor | None) -> Tensor:
         return weights.uniform(G)
+
+    def fold(self, G: Tensor) -> Tensor:
+        return channels.sums(G)
 
 
 @dataclass(frozen=True, repr=False)
