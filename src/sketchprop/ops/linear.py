@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._checks import check_local
 from ..sketches import Sketch
 from ..weights import column_sums
 
@@ -37,6 +38,7 @@ def sketched_linear(
     wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if not wanted or not torch.is_grad_enabled() or rows == 0 or sketch.keeps_all(rows, n, d):
         return _linear(x, weight, bias)
+    check_local(weight, sketch)
     return _SketchedLinear.apply(x, weight, bias, sketch, u)  # type: ignore[no-any-return, no-untyped-call]
 
 
