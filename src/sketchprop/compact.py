@@ -16,6 +16,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ._checks import solve_dtype
+
 
 class CompactGradient(Protocol):
     """What flows from a sketch to a layer, a meter or a pipeline stage."""
@@ -163,4 +165,5 @@ def scatter_columns(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 def scaled(values: Tensor, scale: Tensor) -> Tensor:
     """values · scale in the dtype of ``values``: 1/p itself may not fit into half precision."""
-    return (values * scale).to(values.dtype)
+    product = values * scale.to(solve_dtype(values))
+    return product if product.dtype == values.dtype else product.to(values.dtype)

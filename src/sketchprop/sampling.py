@@ -38,23 +38,30 @@ def sample_exact(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
         raise ValueError(
             f"rank={rank!r} of {n} atoms cannot be drawn exactly; give an integer from 1 to {n}"
         )
-    rank = int(rank)
-    batch = probabilities.dim() > 1 or u.dim() > 0
     wide = wide_dtype(probabilities)
     if probabilities.dtype != wide:
-        probabilities = _renormalised(probabilities.to(wide), rank)
+        probabilities = _renormalised(probabilities.to(wide), int(rank))
+    return systematic(probabilities, u, int(rank))
+
+
+def systematic(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
+    """``sample_exact`` without its checks, for probabilities in float64."""
+    n = probabilities.shape[-1]
+    batch = probabilities.dim() > 1 or u.dim() > 0
     if batch:
         probabilities = probabilities.expand(*(probabilities[..., 0] + u).shape, n)
         u = u.unsqueeze(-1)
     # Adding and taking away a power of two above all sums leaves multiples of its last bit:
-    # then P is exact, and a sure atom spans exactly 1.
+    # then P and u, u+1, … are exact, and a sure atom spans exactly 1.
     grid = 2.0 ** rank.bit_length()
     sums = (probabilities + grid).sub_(grid).cumsum(-1)
     # Only u ≥ ε = P_n - r meets a sure atom at the end, and only u < 1 + ε stays below P_n; but u
     # must not reach 1 itself: a sure atom at the beginning would be missed. |ε| ~ 1e-15 n.
     excess = sums[..., -1:] - rank
-    u = u.clamp(excess, excess.clamp(max=0) + (1 - 2 * grid * torch.finfo(wide).eps))
-    points = u + torch.arange(rank, dtype=wide, device=u.device)
+    step = grid * torch.finfo(sums.dtype).eps
+    u = u.to(sums.dtype).clamp(excess, excess.clamp(max=0) + (1 - step))
+    points = torch.arange(grid, grid + rank, dtype=sums.dtype, device=sums.device)
+    points = (points + u).sub_(grid)
     # The clamp only matters for NaN probabilities: they must not index out of range.
     return torch.searchsorted(sums, points, right=True).clamp_(max=n - 1)
 

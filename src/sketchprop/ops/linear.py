@@ -65,11 +65,11 @@ class _SketchedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, u = ctx.saved_tensors
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return (*_gradients(ctx, grad, x, weight, u), None, None)
         with torch.no_grad():
-            grads: tuple[Tensor | None, ...] = _gradients(ctx, grad, x, weight, u)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = refuse_second_backward(grads, grad, x, weight)
-        return (*grads, None, None)
+            grads = _gradients(ctx, grad, x, weight, u)
+        return (*refuse_second_backward(grads, grad, x, weight), None, None)
 
 
 def _gradients(
