@@ -13,7 +13,7 @@ from torch import Tensor
 from .._checks import check_budget, check_sampling
 from ..compact import Columns, CompactGradient, Rows, scaled, take_columns, take_rows
 from ..probabilities import water_fill
-from ..sampling import draw_uniforms, sample_exact, sample_independent
+from ..sampling import draw_uniforms, sample_independent, systematic
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,18 +74,43 @@ class Sketch(ABC):
     def atom_count(self, B: int, n: int, d: int) -> int:
         """How many atoms G has."""
 
-    def flops(self, B: int, n: int, d: int) -> float:
-        """FLOPs of dX and dW together, scoring and solving included; exact ones cost 4Bnd."""
-        return self.product_flops(B, n, d) + self.planning_flops(B, n, d)
+    def flops(
+        self, B: int, n: int, d: int, *, input_grad: bool = True, weight_grad: bool = True
+    ) -> float:
+        """FLOPs of dX and dW, scoring, solving and drawing included; exact, each costs 2Bnd.
+
+        ``input_grad=False`` and ``weight_grad=False`` are for layers that owe only one of them.
+        """
+        sides = input_grad + weight_grad
+        products = self.product_flops(B, n, d) * sides / 2
+        return products + (self.planning_flops(B, n, d) if sides else 0)
 
     @abstractmethod
     def product_flops(self, B: int, n: int, d: int) -> float:
-        """FLOPs of the matrix products that make dX and dW from the plan."""
+        """FLOPs of the products with W and X, half of them for dX and half for dW."""
 
     def planning_flops(self, B: int, n: int, d: int) -> float:
-        """FLOPs of weights, probabilities and draw; here one pass over G and a sort."""
+        """FLOPs of all that comes before those products: weights, probabilities, draw, Ĝ."""
         atoms = self.atom_count(B, n, d)
-        return 2 * B * n + atoms * (math.log2(max(2, atoms)) + 16)
+        size = self.rank(atoms)
+        rescaled = size * B * n / max(1, atoms)
+        return self.scoring_flops(B, n, d) + self._solving_flops(atoms, size) + rescaled
+
+    def scoring_flops(self, B: int, n: int, d: int) -> float:
+        """FLOPs of the weights; here one function of each element of G and a sum."""
+        return 2 * B * n
+
+    def planning_product_flops(self, B: int, n: int, d: int) -> float:
+        """The share of ``planning_flops`` that is matrix products, as a flop counter sees it."""
+        return 0
+
+    def _solving_flops(self, atoms: int, size: float) -> float:
+        # water_fill: a sort and six operations for each atom. Sampling: three for each atom and
+        # a search for each kept one, or one comparison for each atom and a sort of the mask.
+        log = math.log2(max(2, atoms))
+        if self.sampling == "exact":
+            return atoms * (log + 9) + size * (log + 4)
+        return atoms * (2 * log + 7) + 3 * size
 
     def rank(self, atoms: int) -> float | int:
         """How many of ``atoms`` are kept: an int for exact sampling, else the expected number."""
@@ -126,7 +151,7 @@ class AtomSketch(Sketch):
     def draw(self, p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """The kept atoms ``index[..., r]`` and their ``scale[..., r]``, 1/pᵢ."""
         if self.sampling == "exact":
-            index = sample_exact(p, u, int(self.rank(p.shape[-1])))
+            index = systematic(p, u, int(self.rank(p.shape[-1])))
             return index, _take(p, index).reciprocal()
         kept = sample_independent(p, u)
         # One host synchronisation: the size of an independent draw is random. In a stack

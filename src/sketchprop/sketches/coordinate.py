@@ -61,6 +61,9 @@ class Variance(ColumnSketch):
         w = weights.variance(G, 0.0 if self.paper else weights.FLOOR)
         return w.sqrt() if self.root else w
 
+    def scoring_flops(self, B: int, n: int, d: int) -> float:
+        return 3 * B * n
+
 
 @dataclass(frozen=True, repr=False)
 class Diagonal(ColumnSketch):
@@ -82,5 +85,5 @@ class Diagonal(ColumnSketch):
     def fold(self, G: Tensor) -> Tensor:
         return channels.norms(G)
 
-    def planning_flops(self, B: int, n: int, d: int) -> float:
-        return super().planning_flops(B, n, d) + 2 * n * d
+    def scoring_flops(self, B: int, n: int, d: int) -> float:
+        return 2 * B * n + 2 * n * d

@@ -25,6 +25,9 @@ class ColumnMask(ColumnSketch):
     def weights(self, G: Tensor, W: Tensor | None) -> Tensor:
         return weights.uniform(G)
 
+    def scoring_flops(self, B: int, n: int, d: int) -> float:
+        return B * n  # one sum, so that a non-finite gradient stays visible
+
     def fold(self, G: Tensor) -> Tensor:
         return channels.sums(G)
 
@@ -38,6 +41,9 @@ class SampleMask(RowSketch):
 
     def weights(self, G: Tensor, W: Tensor | None) -> Tensor:
         return weights.uniform_rows(G)
+
+    def scoring_flops(self, B: int, n: int, d: int) -> float:
+        return B * n  # one sum, so that a non-finite gradient stays visible
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,10 +61,11 @@ class ElementMask(Sketch):
         return d
 
     def product_flops(self, B: int, n: int, d: int) -> float:
-        return 4 * B * n * d + (n + B) * d  # and the masking itself
+        return 4 * B * n * d
 
     def planning_flops(self, B: int, n: int, d: int) -> float:
-        return (n + B) * d
+        # Each row of W and X is drawn apart and then multiplied with its mask.
+        return (n + B) * (d + self._solving_flops(d, self.rank(d)))
 
     def uniform_shape(self, G: Tensor, W: Tensor | None) -> tuple[int, ...]:
         lines = (*G.shape[:-2], G.shape[-1] + G.shape[-2])

@@ -35,9 +35,13 @@ class SpectralSketch(AtomSketch):
         return min(B, n)
 
     def product_flops(self, B: int, n: int, d: int) -> float:
-        # One factor from G, then dX = left (right W) and dW = rightᵀ (leftᵀ X).
-        r = self.rank(min(B, n))
-        return 2 * r * B * n + 4 * r * d * (B + n)
+        # dX = left (right W) and dW = rightᵀ (leftᵀ X).
+        return 4 * self.rank(min(B, n)) * d * (B + n)
+
+    def planning_flops(self, B: int, n: int, d: int) -> float:
+        m = min(B, n)
+        solving = self._solving_flops(m, self.rank(m)) + self.rank(m) * B
+        return self.planning_product_flops(B, n, d) + EIGEN_FLOPS * m**3 + solving
 
     def plan(self, G: Tensor, W: Tensor | None) -> Plan:
         w, basis = self.directions(G, W)
@@ -70,9 +74,9 @@ class GradientSVD(SpectralSketch):
         right = vectors.to(G.dtype)
         return LowRank(scaled(G @ right, scale), right.mT)
 
-    def planning_flops(self, B: int, n: int, d: int) -> float:
+    def planning_product_flops(self, B: int, n: int, d: int) -> float:
         m = min(B, n)
-        return 2 * m * B * n + EIGEN_FLOPS * m**3
+        return 2 * m * B * n + 2 * self.rank(m) * B * n  # Gram matrix, one factor of Ĝ
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,9 +122,15 @@ class RankConstrained(SpectralSketch):
         return LowRank(scaled(Q @ vectors, scale).to(G.dtype), (vectors.mT @ R).to(G.dtype))
 
     def planning_flops(self, B: int, n: int, d: int) -> float:
+        qr = 4 * B * n * n if n < B else 0  # with Q formed
+        alpha = 0 if self.paper else 2 * n * d
+        return super().planning_flops(B, n, d) + qr + alpha
+
+    def planning_product_flops(self, B: int, n: int, d: int) -> float:
         m = min(B, n)
-        factor = 4 * B * n * n if n < B else 0  # QR, with Q formed
-        return factor + 2 * m * n * d + 2 * m * m * (d + n) + EIGEN_FLOPS * m**3 + 2 * n * d
+        gram = 2 * m * n * d + 2 * m * m * d + (0 if self.paper else 2 * m * m * n)
+        factors = B * n + (n * n if n < B else 0)
+        return gram + 2 * self.rank(m) * factors
 
 
 def descending_eigen(gram: Tensor) -> tuple[Tensor, Tensor]:
