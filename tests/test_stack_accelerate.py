@@ -1,0 +1,64 @@
+"""accelerate, unchanged: ``prepare`` a sketched model, or sketch a prepared one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import sketchprop as sp
+from stack_helpers import Z_LIMIT, batch, equal, gradients, largest_z, net
+
+
+def run(model: nn.Module, sketch_after: sp.Sketch | None = None) -> list[Tensor]:
+    """Three accumulated, clipped steps in an Accelerator's bfloat16."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    loader = DataLoader(TensorDataset(*batch(rows=48)), batch_size=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if sketch_after is not None:
+        sp.sketch_(model, sketch_after)
+    torch.manual_seed(0)
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(x), y))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in accelerator.unwrap_model(model).parameters()]
+
+
+@pytest.mark.parametrize("when", ["before prepare", "after prepare"])
+def test_budget_one_trains_bitwise_like_the_plain_model(when: str) -> None:
+    plain = run(net(dropout=0.2))
+    if when == "before prepare":
+        sketched = run(sp.sketch_(net(dropout=0.2), sp.L1(1.0)))
+    else:
+        sketched = run(net(dropout=0.2), sp.L1(1.0))
+    assert equal(plain, sketched)
+    assert not equal(plain, [p.detach() for p in net().parameters()])
+
+
+def test_before_and_after_prepare_are_the_same_sketched_run() -> None:
+    sketched = run(sp.sketch_(net(dropout=0.2), sp.L1(0.3)))
+    assert equal(sketched, run(net(dropout=0.2), sp.L1(0.3)))
+    assert not equal(sketched, run(net(dropout=0.2)))
+    assert all(bool(p.isfinite().all()) for p in sketched)
+
+
+def test_the_mean_is_the_exact_gradient() -> None:
+    """z ≤ 5 over 300 draws."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(sp.sketch_(net(), sp.L1(0.3)))
+    x, y = batch()
+
+    def draw(k: int) -> list[Tensor]:
+        return gradients(model.parameters(), lambda: F.cross_entropy(model(x), y), k)
+
+    with sp.exact(model):
+        truth = draw(0)
+    assert largest_z(truth, draw, 300) <= Z_LIMIT
