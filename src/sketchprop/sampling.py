@@ -51,6 +51,8 @@ def systematic(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
     if batch:
         probabilities = probabilities.expand(*(probabilities[..., 0] + u).shape, n)
         u = u.unsqueeze(-1)
+    if rank == n:
+        return torch.arange(n, device=probabilities.device).expand(probabilities.shape)
     # Adding and taking away a power of two above all sums leaves multiples of its last bit:
     # then P and u, u+1, … are exact, and a sure atom spans exactly 1.
     grid = 2.0 ** rank.bit_length()
