@@ -279,6 +279,9 @@ def _kernel_products(
     wants_x, wants_weight = ctx.needs_input_grad[:2]
     if not (wants_x or wants_weight):
         return None, None
+    if kept.shape[1] == 0:  # an independent draw may keep nothing, which torch would refuse
+        dX = kept.new_zeros(ctx.input_shape) if wants_x else None
+        return dX, kept.new_zeros(0, *ctx.weight_shape[1:]) if wants_weight else None
     # Of what was not saved only the shape is looked at.
     if x is None:
         x = kept.new_empty(1).expand(ctx.input_shape)
