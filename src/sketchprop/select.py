@@ -2,9 +2,9 @@
 
     sketch_(model, L1(0.1), filter_fn=select.linear & ~select.last & select.wide(64))
 
-A filter is a set of layer names, given the layers that can be sketched in the order in which the
-model holds them: ``&``, ``|`` and ``~`` are those of sets. Plain functions ``(module, name) ->
-bool`` are filters too, alone or behind an operator.
+Filters are asked about the layers that can be sketched, in the order in which the model holds
+them. Plain functions ``(module, name) -> bool`` are filters too, alone or beside an operator;
+like ``and`` and ``or``, ``&`` and ``|`` ask the right side only where the left one leaves it open.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ Predicate = Callable[[nn.Module, str], bool]
 
 @dataclass(frozen=True, repr=False)
 class Selector:
-    """A rule that picks names among the layers of a model, shown as ``text``."""
+    """A rule about the layers of a model, shown as ``text``.
+
+    ``bind(layers)`` gives the plain function ``(module, name) -> bool`` for one model: rules such
+    as ``last`` need to know all of its layers.
+    """
 
     text: str
-    pick: Callable[[Layers], set[str]] = field(compare=False)
+    bind: Callable[[Layers], Predicate] = field(compare=False)
 
     def names(self, model: nn.Module) -> list[str]:
         """The layers of ``model`` that this picks, in the model's order.
@@ -34,20 +38,26 @@ class Selector:
         >>> select.wide(64).names(model)
         """
         layers = sketchable_layers(model)
-        picked = self.pick(layers)
-        return [name for name in layers if name in picked]
+        picks = self.bind(layers)
+        return [name for name, module in layers.items() if picks(module, name)]
 
     def __and__(self, other: Selector | Predicate) -> Selector:
         right = as_selector(other)
-        return Selector(
-            f"({self} & {right})", lambda layers: self.pick(layers) & right.pick(layers)
-        )
+
+        def bind(layers: Layers) -> Predicate:
+            a, b = self.bind(layers), right.bind(layers)
+            return lambda module, name: a(module, name) and b(module, name)
+
+        return Selector(f"({self} & {right})", bind)
 
     def __or__(self, other: Selector | Predicate) -> Selector:
         right = as_selector(other)
-        return Selector(
-            f"({self} | {right})", lambda layers: self.pick(layers) | right.pick(layers)
-        )
+
+        def bind(layers: Layers) -> Predicate:
+            a, b = self.bind(layers), right.bind(layers)
+            return lambda module, name: a(module, name) or b(module, name)
+
+        return Selector(f"({self} | {right})", bind)
 
     def __rand__(self, other: Predicate) -> Selector:
         return as_selector(other) & self
@@ -56,7 +66,11 @@ class Selector:
         return as_selector(other) | self
 
     def __invert__(self) -> Selector:
-        return Selector(f"~{self}", lambda layers: set(layers) - self.pick(layers))
+        def bind(layers: Layers) -> Predicate:
+            a = self.bind(layers)
+            return lambda module, name: not a(module, name)
+
+        return Selector(f"~{self}", bind)
 
     def __repr__(self) -> str:
         return self.text
@@ -86,7 +100,7 @@ def as_selector(rule: Selector | Predicate) -> Selector:
 def where(predicate: Predicate) -> Selector:
     """The layers for which ``predicate(module, name)`` is true."""
     text = getattr(predicate, "__name__", repr(predicate))
-    return Selector(text, lambda layers: {n for n, m in layers.items() if predicate(m, n)})
+    return Selector(text, lambda layers: predicate)
 
 
 def named(*patterns: str) -> Selector:
@@ -96,13 +110,13 @@ def named(*patterns: str) -> Selector:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
     text = f"named({', '.join(map(repr, patterns))})"
-    return Selector(text, where(matches).pick)
+    return Selector(text, lambda layers: matches)
 
 
 def of(*types: type[nn.Module]) -> Selector:
     """Layers of the given classes, sketched already or not."""
     text = f"of({', '.join(t.__name__ for t in types)})"
-    return Selector(text, where(lambda module, _: isinstance(module, types)).pick)
+    return Selector(text, lambda layers: lambda module, name: isinstance(module, types))
 
 
 def wide(size: int) -> Selector:
@@ -115,29 +129,33 @@ def wide(size: int) -> Selector:
         sketched = sketched_class(type(module))
         return sketched is not None and min(map(min, sketched.matrices(module))) >= size
 
-    return Selector(f"wide({size})", where(is_wide).pick)
+    return Selector(f"wide({size})", lambda layers: is_wide)
 
 
-conv = Selector("conv", of(nn.Conv1d, nn.Conv2d).pick)
+conv = Selector("conv", of(nn.Conv1d, nn.Conv2d).bind)
 """Convolutions."""
 
-attention = Selector("attention", of(nn.MultiheadAttention).pick)
+attention = Selector("attention", of(nn.MultiheadAttention).bind)
 """``nn.MultiheadAttention``, each taken whole."""
 
-linear = Selector("linear", (~(conv | attention)).pick)
+linear = Selector("linear", (~(conv | attention)).bind)
 """Linear layers: ``nn.Linear``, transformers' ``Conv1D``, and layers made ``sketchable``."""
 
-first = Selector("first", lambda layers: set(list(layers)[:1]))
+
+def _end(position: int, rule: Selector) -> Callable[[Layers], Predicate]:
+    def bind(layers: Layers) -> Predicate:
+        picks = rule.bind(layers)
+        names = [name for name, module in layers.items() if picks(module, name)]
+        return lambda module, name: bool(names) and name == names[position]
+
+    return bind
+
+
+everything = Selector("everything", lambda layers: lambda module, name: True)
+"""Every layer that can be sketched."""
+
+first = Selector("first", _end(0, everything))
 """The first layer, which usually needs no input gradient."""
 
-
-def _last(layers: Layers) -> set[str]:
-    picked = linear.pick(layers)
-    return set([name for name in layers if name in picked][-1:])
-
-
-last = Selector("last", _last)
+last = Selector("last", _end(-1, linear))
 """The last linear layer: in most models the head, whose gradient all others build on."""
-
-everything = Selector("everything", set)
-"""Every layer that can be sketched."""

@@ -52,9 +52,10 @@ def sketch_(
             f"sketch={sketch!r} is a {type(sketch).__name__}; give a sketch, for example "
             "L1(0.1), or a mapping from name patterns to sketches"
         )
-    picked = rule.pick(layers)
-    chosen = {name: s for name, s in chosen.items() if name in picked}
+    picks = rule.bind(layers)
+    chosen = {name: s for name, s in chosen.items() if picks(layers[name], name)}
     if not chosen:
+        picked = {name: layer for name, layer in layers.items() if picks(layer, name)}
         raise ValueError(_nothing_taken(model, layers, sketch, filter_fn, picked))
     for name, s in chosen.items():
         if s is None:
@@ -160,7 +161,7 @@ def _nothing_taken(
     layers: Layers,
     sketch: object,
     filter_fn: Filter | None,
-    picked: set[str],
+    picked: Layers,
 ) -> str:
     if not layers:
         known = ", ".join(sorted(f"nn.{plain.__name__}" for plain in BUILT_IN))
@@ -169,7 +170,7 @@ def _nothing_taken(
             "itself, not a subclass) can be, and layers of your own with @sketchable"
         )
     if isinstance(sketch, Sketch):
-        reasons = [(n, refusal(layers[n], sketch)) for n in layers if n in picked]
+        reasons = [(name, refusal(layer, sketch)) for name, layer in picked.items()]
         refused = [f"{name!r}: {reason}" for name, reason in reasons if reason]
         if refused:
             return f"no layer can take {sketch!r}; {refused[0]}"
