@@ -10,7 +10,7 @@ true gradient and whose cost is a fraction.
 from . import select
 from ._version import __version__
 from .compact import Columns, CompactGradient, LowRank, Rows
-from .diagnostics import check_unbiased
+from .diagnostics import Monitor, check_unbiased, measure, plan
 from .modules import SketchedLinear, SketchedModule, sketchable
 from .ops import gate, sketched_conv, sketched_linear
 from .probabilities import optimal_probabilities
@@ -43,6 +43,7 @@ __all__ = [
     "ElementMask",
     "GradientSVD",
     "LowRank",
+    "Monitor",
     "RankConstrained",
     "RowSketch",
     "Rows",
@@ -55,7 +56,9 @@ __all__ = [
     "check_unbiased",
     "exact",
     "gate",
+    "measure",
     "optimal_probabilities",
+    "plan",
     "sample_exact",
     "sample_independent",
     "select",

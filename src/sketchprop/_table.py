@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+Cells = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""A header and the rows under it."""
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "") -> str:
     """Aligned columns under a rule; ``align`` has ``<`` or ``>`` for each column."""
