@@ -1,0 +1,299 @@
+"""Models as people train them: one call of sketch_, nothing else."""
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import sketchprop as sp
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+WIDTH, TOKENS, BATCH, VOCABULARY = 32, 12, 4, 50
+
+
+def language(model):
+    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
+    return model, lambda m: m(input_ids=tokens, labels=tokens).loss
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=2 * WIDTH,
+        max_position_embeddings=TOKENS,
+    )
+    return language(transformers.BertForMaskedLM(config))
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=WIDTH, n_layer=2, n_head=4
+    )
+    return language(transformers.GPT2LMHeadModel(config))
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return language(transformers.LlamaForCausalLM(config))
+
+
+def mixtral(**options):
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        **options,
+    )
+    return language(transformers.MixtralForCausalLM(config))
+
+
+def vit():
+    config = transformers.ViTConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=2 * WIDTH,
+        image_size=16,
+        patch_size=4,
+        num_labels=5,
+    )
+    images = torch.randn(BATCH, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(BATCH)
+    model = transformers.ViTForImageClassification(config)
+    return model, lambda m: m(pixel_values=images, labels=labels).loss
+
+
+class Classifier(nn.Module):
+    """torch's own encoder behind a linear embedding."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True)
+        self.embed = nn.Linear(10, WIDTH)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x):
+        return self.head(self.encoder(self.embed(x)).mean(1))
+
+
+class Residual(nn.Module):
+    """A bottleneck as in residual networks: 1 × 1, strided 3 × 3, 1 × 1, and a shortcut."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
+        self.narrow = nn.Sequential(nn.Conv2d(WIDTH, 16, 1, bias=False), nn.BatchNorm2d(16))
+        self.conv = nn.Conv2d(16, 16, 3, stride=2, padding=1)
+        self.widen = nn.Conv2d(16, 2 * WIDTH, 1)
+        self.shortcut = nn.Conv2d(WIDTH, 2 * WIDTH, 1, stride=2)
+        self.head = nn.Linear(2 * WIDTH, 5)
+
+    def forward(self, x):
+        x = self.stem(x).relu()
+        y = self.widen(self.conv(self.narrow(x).relu()).relu()) + self.shortcut(x)
+        return self.head(y.relu().mean((2, 3)))
+
+
+def classifier(model, *shape):
+    x = torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(BATCH)
+    return model, lambda m: nn.functional.cross_entropy(m(x), labels)
+
+
+def encoder():
+    return classifier(Classifier(), TOKENS, 10)
+
+
+def residual():
+    return classifier(Residual(), 3, 8, 8)
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TAKEN = {
+    bert: {
+        *(
+            f"bert.encoder.layer.{i}.{part}.dense"
+            for i in (0, 1)
+            for part in ("attention.output", "intermediate", "output")
+        ),
+        *(
+            f"bert.encoder.layer.{i}.attention.self.{part}"
+            for i in (0, 1)
+            for part in ("query", "key", "value")
+        ),
+        "cls.predictions.transform.dense",
+    },
+    gpt2: {
+        f"transformer.h.{i}.{part}.{kind}"
+        for i in (0, 1)
+        for part, kind in (
+            ("attn", "c_attn"),
+            ("attn", "c_proj"),
+            ("mlp", "c_fc"),
+            ("mlp", "c_proj"),
+        )
+    },
+    llama: {
+        f"model.layers.{i}.{part}"
+        for i in (0, 1)
+        for part in (
+            *(f"self_attn.{name}" for name in ATTENTION),
+            *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+        )
+    },
+    mixtral: {f"model.layers.{i}.self_attn.{name}" for i in (0, 1) for name in ATTENTION},
+    vit: None,
+    encoder: {
+        "embed",
+        *(
+            f"encoder.layers.{i}.{part}"
+            for i in (0, 1)
+            for part in ("self_attn", "linear1", "linear2")
+        ),
+    },
+    residual: {"stem", "narrow.0", "conv", "widen", "shortcut"},
+}
+every_model = pytest.mark.parametrize("build", TAKEN, ids=lambda build: build.__name__)
+
+
+def taken(model):
+    return {layer.name for layer in sp.summary(model).layers if layer.sketch is not None}
+
+
+@every_model
+def test_one_call_takes_every_layer_but_the_last(build):
+    model, _ = build()
+    keys = list(model.state_dict())
+    plain = copy.deepcopy(model)
+    sp.sketch_(model, sp.L1(0.25))
+    wanted = TAKEN[build]
+    if wanted is None:  # every linear layer and the patch embedding, whatever they are called
+        layers = [n for n, m in plain.named_modules() if type(m) in (nn.Linear, nn.Conv2d)]
+        wanted = set(layers[:-1])
+        assert len(wanted) == 2 * 6 + 1
+    assert taken(model) == wanted
+    assert list(model.state_dict()) == keys
+    plain.load_state_dict(model.state_dict())
+    sp.unsketch_(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+
+
+@every_model
+def test_training(build):
+    torch.manual_seed(1)
+    model, loss_of = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # before sketch_: nothing to redo
+    sp.sketch_(model, sp.L1(0.5))
+    model.train()
+    losses = []
+    for _ in range(12):
+        loss = loss_of(model)
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert min(losses[-3:]) < losses[0] - 0.1
+    model.eval()
+    plain = sp.unsketch_(copy.deepcopy(model))
+    with torch.no_grad():
+        assert torch.equal(loss_of(model), loss_of(plain))
+
+
+def backward_flops(model, loss_of):
+    torch.manual_seed(0)
+    loss = loss_of(model)
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    return counter.get_total_flops()
+
+
+@every_model
+def test_the_backward_products_are_smaller_by_what_is_dropped(build):
+    """To the FLOP: each taken matrix of n rows costs r/n of what it did."""
+    model, loss_of = build()
+    model.train()
+    exact = backward_flops(model, loss_of)
+    sketch = sp.L1(0.125)
+    sp.sketch_(model, sketch)
+    saved = []
+
+    def note(module, inputs, output):
+        y = output[0] if isinstance(output, tuple) else output
+        products = 2 + 2 * inputs[0].requires_grad  # dW, and dX where it is wanted
+        channels_first = isinstance(module, nn.Conv2d)
+        for n, d in module.matrices(module):
+            size = y.shape[1] if channels_first else y.shape[-1]
+            saved.append(products * (y.numel() // size) * (n - sketch.rank(n)) * d)
+
+    for module in model.modules():
+        if isinstance(module, sp.SketchedModule):
+            module.register_forward_hook(note)
+    sketched = backward_flops(model, loss_of)
+    assert sketched == exact - sum(saved)
+    assert sketched < 0.7 * exact
+
+
+def test_experts_are_left_exact_and_named():
+    model, _ = mixtral()
+    sp.sketch_(model, sp.L1(0.25))
+    notes = {layer.name: layer.note for layer in sp.summary(model).layers}
+    assert "gate_up_proj, down_proj" in notes["model.layers.0.mlp.experts"]
+    assert "MixtralTopKRouter" in notes["model.layers.0.mlp.gate"]
+
+
+def test_experts_can_be_made_sketchable():
+    """The documented way for a class that the library does not know."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    class Experts(MixtralExperts):
+        pass
+
+    @sp.sketchable(Experts)
+    class SketchedExperts(sp.SketchedModule, Experts):
+        def forward(self, hidden, index, weights):
+            if not self.sketching():
+                return super().forward(hidden, index, weights)
+            out = torch.zeros_like(hidden)
+            for e in range(self.num_experts):
+                token, position = torch.where(index == e)
+                x, up, down = hidden[token], self.gate_up_proj[e], self.down_proj[e]
+                gate, linear = sp.sketched_linear(x, up, None, self.sketch).chunk(2, -1)
+                y = sp.sketched_linear(self.act_fn(gate) * linear, down, None, self.sketch)
+                out = out.index_add(0, token, y * weights[token, position, None])
+            return out
+
+        @classmethod
+        def matrices(cls, layer):
+            return tuple(tuple(w.shape[1:]) for w in (layer.gate_up_proj, layer.down_proj))
+
+    model, loss_of = mixtral()
+    for layer in model.model.layers:
+        layer.mlp.experts.__class__ = Experts
+    wanted = loss_of(model)
+    sp.sketch_(model, sp.L1(0.5))
+    assert "model.layers.1.mlp.experts" in taken(model)
+    got = loss_of(model.train())
+    assert torch.allclose(got, wanted, rtol=1e-5)
+    report = sp.check_unbiased(model, lambda: loss_of(model), draws=100)
+    assert report.ok, report
