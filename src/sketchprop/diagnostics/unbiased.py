@@ -270,6 +270,7 @@ class _Tally:
     DIRECTIONS = 8
 
     def __init__(self, truth: Tensor) -> None:
+        self.eps = torch.finfo(truth.dtype).eps
         self.truth = truth.detach().double()
         signs = torch.randint(0, 2, (self.DIRECTIONS, truth.numel()), dtype=torch.bool)
         signs = signs.to(truth.device).double() * 2 - 1
@@ -283,13 +284,15 @@ class _Tally:
         self.sum += estimate
         self.along.append(self.directions @ (estimate - self.truth).flatten())
 
-    def result(self) -> tuple[float, float]:
-        """The relative error of the mean, and the largest |z|."""
+    def result(self, rounding: float) -> tuple[float, float]:
+        """The relative error of the mean, and the largest |z|.
+
+        Below ``rounding`` there is no deviation to speak of: a bias before a BatchNorm has a
+        gradient of zero, and of what rounding leaves of it no mean can be judged.
+        """
         along = torch.stack(self.along)
         mean, spread = along.mean(0).abs(), along.std(0) / len(self.along) ** 0.5
-        # Below rounding there is no deviation to speak of.
-        size = float(self.truth.norm())
-        noise = 1e-6 * size if size else 1e-12
+        noise = max(1e-6 * float(self.truth.norm()), rounding)
         z = torch.where(mean <= noise, 0.0, mean / spread)
         return _relative(self.sum / len(self.along) - self.truth, self.truth), float(z.max())
 
@@ -298,9 +301,13 @@ def _monte_carlo_report(
     subject: str, tallies: list[tuple[str, str, _Tally]], draws: int
 ) -> UnbiasedReport:
     limit = NormalDist().inv_cdf(1 - 0.5e-6 / (_Tally.DIRECTIONS * len(tallies)))
+    largest: dict[str, float] = {}
+    for case, _, tally in tallies:
+        rounding = 16 * tally.eps * float(tally.truth.norm())
+        largest[case] = max(rounding, largest.get(case, 1e-12))
     entries = []
     for case, name, tally in tallies:
-        error, z = tally.result()
+        error, z = tally.result(largest[case])
         entries.append(MeanError(case, name, error, z, z <= limit))
     return UnbiasedReport(subject, f"Monte Carlo, {draws} draws", limit, tuple(entries))
 

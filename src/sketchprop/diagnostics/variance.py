@@ -142,7 +142,7 @@ class _VarianceMeter:
             for draw in range(PILOT_DRAWS)
         ]
         estimate = over_draws([values])
-        if estimate.value == 0:
+        if estimate.value == 0 or not math.isfinite(estimate.value):
             return 2
         spread = estimate.draw_error / estimate.value * math.sqrt(PILOT_DRAWS)
         needed = math.ceil((spread / TARGET_ERROR) ** 2 / batches)
@@ -179,6 +179,10 @@ class _VarianceMeter:
         final = self.gradients.sketched(batch, draw)
         injected[uses[0]] += squared_distance(final, before)
         total = squared_distance(final, exact)
+        if not math.isfinite(total):
+            raise ValueError(
+                "a gradient is not finite; the variance of such gradients means nothing"
+            )
         self.totals[-1].append(total)
         self.remainders[-1].append(total - math.fsum(injected.values()))
         for name, value in injected.items():
