@@ -1,0 +1,111 @@
+"""What the callbacks share: apply a sketch, follow a schedule, say what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..diagnostics.passes import Loss
+from ..diagnostics.variance import measure_variance
+from ..modules import SketchedModule, sketched_class
+from ..schedule import Schedule, set_budget_
+from ..sketches import Sketch
+from ..transform import Filter, sketch_, unsketch_
+
+Metrics = Callable[[nn.Module], Mapping[str, float]]
+"""Further values to log, by name, from the model as it is."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do to a model while it trains: a function of the step, so it holds no state."""
+
+    sketch: Sketch | Mapping[str, Sketch | None] | None
+    filter_fn: Filter | None
+    schedule: Schedule | None
+    metrics: Metrics | None
+    rows: int
+    unsketch: bool
+
+    def __post_init__(self) -> None:
+        if self.sketch is None and self.filter_fn is not None:
+            raise TypeError("filter_fn chooses the layers of a sketch: give a sketch with it")
+        if self.schedule is not None and not callable(self.schedule):
+            raise TypeError(
+                f"schedule={self.schedule!r} cannot be called; give a function from the step to "
+                "the budget, for example Ladder({0: 1.0, 500: 0.1})"
+            )
+
+    def begin(self, model: nn.Module, step: int) -> None:
+        """Sketches ``model`` and gives it the budget of ``step``."""
+        if self.sketch is not None:
+            sketch_(model, self.sketch, self.filter_fn)
+        self.follow(model, step)
+
+    def follow(self, model: nn.Module, step: int) -> None:
+        """The budget of ``step``; nothing without a schedule."""
+        if self.schedule is not None:
+            set_budget_(model, self.schedule(step))
+
+    def end(self, model: nn.Module) -> None:
+        if self.unsketch:
+            unsketch_(model)
+
+    def values(self, model: nn.Module) -> dict[str, float]:
+        """What there is to log."""
+        logged = {"sketch_kept_flops": kept_flops(model, self.rows)}
+        budgets = {m.sketch.budget for m in model.modules() if isinstance(m, SketchedModule)}
+        if len(budgets) == 1:
+            logged["sketch_budget"] = float(budgets.pop())
+        if self.metrics is not None:
+            logged.update({name: float(value) for name, value in self.metrics(model).items()})
+        return logged
+
+    def __str__(self) -> str:
+        return f"sketch={self.sketch!r}, schedule={self.schedule!r}"
+
+
+def check_log_every(log_every: int | None) -> None:
+    if log_every is not None and (isinstance(log_every, bool) or log_every < 1):
+        raise ValueError(
+            f"log_every={log_every!r} is no number of steps; give for example 50, or None to log "
+            "whenever the trainer does"
+        )
+
+
+def kept_flops(model: nn.Module, rows: int) -> float:
+    """Backward FLOPs as a share of the exact ones, over all layers that can be sketched.
+
+    By the sketches' own formulas, scoring and solving included; no pass over the model is made.
+    """
+    exact = kept = 0.0
+    for module in model.modules():
+        known = sketched_class(type(module))
+        for n, d in () if known is None else known.matrices(module):
+            whole = 4.0 * rows * n * d
+            exact += whole
+            drops = isinstance(module, SketchedModule) and not module.sketch.keeps_all(rows, n, d)
+            kept += module.sketch.flops(rows, n, d) if drops else whole  # type: ignore[union-attr, operator]
+    return kept / exact if exact else 1.0
+
+
+def added_variance(loss_fn: Loss, batches: Sequence[Any], draws: int = 4) -> Metrics:
+    """For ``metrics``: V, the variance that the sketches add, and V/σ², measured at each log.
+
+    Costs ``draws + 1`` steps for each batch and leaves gradients and random state alone.
+
+    >>> SketchCallback(L1(0.1), log_every=500, metrics=added_variance(loss_fn, batches))
+    """
+    batches = list(batches)
+
+    def metrics(model: nn.Module) -> dict[str, float]:
+        report = measure_variance(model, loss_fn, batches, draws=draws, split=False, nodes=False)
+        return {
+            "sketch_added_variance": report.added.value,
+            "sketch_relative_variance": report.relative.value,
+        }
+
+    return metrics

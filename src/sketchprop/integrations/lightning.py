@@ -1,0 +1,114 @@
+"""A callback for Lightning's ``Trainer``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..schedule import Schedule
+from ..sketches import Sketch
+from ..transform import Filter
+from ._plan import Metrics, Plan, added_variance, check_log_every
+
+__all__ = ["SketchCallback", "added_variance"]
+
+
+def _bases() -> tuple[type, ...]:
+    """``Callback`` of every Lightning that is installed: each trainer accepts only its own."""
+    names = [
+        name
+        for name, package in (
+            ("lightning.pytorch", "lightning"),
+            ("pytorch_lightning", "pytorch_lightning"),
+        )
+        if find_spec(package) is not None
+    ]
+    if not names:
+        raise ImportError(
+            "sketchprop.integrations.lightning needs Lightning: pip install 'sketchprop[lightning]'"
+        )
+    return tuple(import_module(name).Callback for name in names)
+
+
+class SketchCallback(*_bases()):  # type: ignore[misc]
+    """Sketches the model when training begins, follows a schedule, logs what is kept.
+
+    ``sketch`` and ``filter_fn``: as for ``sketch_``; ``None`` leaves the model as it comes.
+    ``schedule(step)``: the budget of all sketched layers, for example a ``Ladder``.
+    ``log_every``: logs every so many steps; ``None`` is the trainer's ``log_every_n_steps``.
+    ``metrics(model)``: further values to log, for example ``added_variance(loss_fn, batches)``.
+    ``rows``: samples × tokens of a forward pass, for which kept FLOPs are counted.
+    ``unsketch``: gives the layers their own class back when training ends.
+
+    The budget is a function of ``trainer.global_step``. Lightning does not save the random state
+    that draws (and dropout) come from, so this callback does: on one process a run resumed from
+    the end of an epoch is bitwise the run that was not stopped. With several processes each
+    starts from its own seed, as without the callback.
+
+    >>> Trainer(callbacks=[SketchCallback(L1(0.1), schedule=Ladder({0: 1.0, 500: 0.1}))])
+    """
+
+    def __init__(
+        self,
+        sketch: Sketch | Mapping[str, Sketch | None] | None,
+        filter_fn: Filter | None = None,
+        schedule: Schedule | None = None,
+        *,
+        log_every: int | None = None,
+        metrics: Metrics | None = None,
+        rows: int = 128,
+        unsketch: bool = False,
+    ) -> None:
+        check_log_every(log_every)
+        self.plan = Plan(sketch, filter_fn, schedule, metrics, rows, unsketch)
+        self.log_every = log_every
+        self._logged_step = -1
+        self._resumed: dict[str, Any] = {}
+
+    def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        self.plan.begin(pl_module, trainer.global_step)
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        # A checkpoint holds the state of the first process only.
+        if self._resumed and trainer.world_size == 1:
+            torch.set_rng_state(self._resumed["cpu"])
+            if len(self._resumed["cuda"]) == torch.cuda.device_count():
+                torch.cuda.set_rng_state_all(self._resumed["cuda"])
+        self._resumed = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, *args: Any) -> None:
+        self.plan.follow(pl_module, trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *args: Any) -> None:
+        step = trainer.global_step
+        every = self.log_every or trainer.log_every_n_steps
+        # Accumulating trainers end several batches at one step.
+        if not every or step % every or step == self._logged_step:
+            return
+        self._logged_step = step
+        values = self.plan.values(pl_module)
+        trainer.callback_metrics.update({k: torch.tensor(v) for k, v in values.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)
+
+    def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        self.plan.end(pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return {"plan": str(self.plan), "random": {"cpu": torch.get_rng_state(), "cuda": cuda}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["plan"] != str(self.plan):
+            warnings.warn(
+                f"the checkpoint was trained with {state_dict['plan']}; it goes on with "
+                f"{self.plan}",
+                stacklevel=2,
+            )
+        self._resumed = state_dict["random"]

@@ -1,0 +1,261 @@
+"""transformers' Trainer with the callback: budget 1.0, resume, schedule, logs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+import sketchprop as sp
+from sketchprop.integrations.transformers import SketchCallback, added_variance
+from sketchprop.schedule import Ladder
+from stack_helpers import Z_LIMIT, equal, gradients, largest_z
+
+VOCABULARY, LENGTH = 40, 8
+
+
+def bert() -> PreTrainedModel:
+    set_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=LENGTH,
+            hidden_dropout_prob=0.1,
+            attention_probs_dropout_prob=0.1,
+        )
+    )
+
+
+def gpt2() -> PreTrainedModel:
+    set_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2)
+    )
+
+
+def examples(model: PreTrainedModel, count: int = 48) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)
+    if isinstance(model, GPT2LMHeadModel):
+        return [{"input_ids": row, "labels": row} for row in ids]
+    return [{"input_ids": row, "labels": row[0] % 2} for row in ids]
+
+
+def trainer(
+    model: PreTrainedModel, folder: Path, callbacks: list[TrainerCallback], **options: Any
+) -> Trainer:
+    settings: dict[str, Any] = {
+        "max_steps": 8,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "logging_steps": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 11,
+    }
+    args = TrainingArguments(output_dir=str(folder), **{**settings, **options})
+    return Trainer(model, args, train_dataset=examples(model), callbacks=callbacks)
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [p.detach() for p in model.parameters()]
+
+
+BOTH = pytest.mark.parametrize("build", [bert, gpt2])
+
+
+@BOTH
+def test_budget_one_trains_bitwise_like_the_plain_trainer(build, tmp_path: Path) -> None:
+    plain, sketched = build(), build()
+    trainer(plain, tmp_path / "plain", []).train()
+    callback = SketchCallback(sp.L1(1.0))
+    trainer(sketched, tmp_path / "sketched", [callback]).train()
+    assert any(
+        isinstance(m, sp.SketchedLinear) or "Sketched" in type(m).__name__
+        for m in sketched.modules()
+    )
+    assert equal(parameters(plain), parameters(sketched))
+    assert not equal(parameters(plain), parameters(build()))
+
+
+@BOTH
+def test_stopped_and_resumed_it_is_the_run_that_was_not(build, tmp_path: Path) -> None:
+    """Dropout, accumulation, a shuffled sampler and a ladder that steps around the stop."""
+
+    def callbacks() -> list[TrainerCallback]:
+        ladder = Ladder({0: 1.0, 2: 0.5, 5: 0.25})
+        return [SketchCallback(sp.L1(0.9), schedule=ladder, log_every=1)]
+
+    options = {"gradient_accumulation_steps": 2}
+    whole, first, second = build(), build(), build()
+    uninterrupted = trainer(whole, tmp_path / "whole", callbacks(), **options)
+    uninterrupted.train()
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 4
+
+    trainer(first, tmp_path / "part", [*callbacks(), Stop()], **options).train()
+    assert not equal(parameters(whole), parameters(first))
+    set_seed(999)  # a new process would not have the old random state
+    resumed = trainer(second, tmp_path / "part", callbacks(), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "part" / "checkpoint-4"))
+    assert equal(parameters(whole), parameters(second))
+
+    def history(run: Trainer) -> list[dict[str, float]]:
+        return [
+            {k: v for k, v in entry.items() if "runtime" not in k and "per_second" not in k}
+            for entry in run.state.log_history
+            if "loss" in entry
+        ]
+
+    assert history(uninterrupted) == history(resumed)
+    assert [e["sketch_budget"] for e in history(resumed)] == [1.0, 1.0, 0.5, 0.5, 0.5, *[0.25] * 3]
+
+
+def test_without_the_schedule_in_place_a_resumed_run_would_differ(tmp_path: Path) -> None:
+    """The comparison above has power: other budgets, or another random state, show."""
+    runs = []
+    for schedule in (Ladder({0: 0.5}), Ladder({0: 0.5, 7: 0.25})):
+        model = bert()
+        callback = SketchCallback(sp.L1(0.5), schedule=schedule)
+        trainer(model, tmp_path / repr(schedule), [callback]).train()
+        runs.append(parameters(model))
+    assert not equal(*runs)
+
+
+def test_logs_hold_budget_kept_flops_and_metrics(tmp_path: Path) -> None:
+    model = bert()
+    batch = {
+        key: torch.stack([torch.as_tensor(e[key]) for e in examples(model)[:8]])
+        for key in ("input_ids", "labels")
+    }
+    halves = [{k: v[s] for k, v in batch.items()} for s in (slice(0, 4), slice(4, 8))]
+    metrics = added_variance(lambda model, b: model(**b).loss, halves, draws=2)
+    measured, unmeasured = bert(), bert()
+    schedule = Ladder({0: 1.0, 4: 0.25})
+    callback = SketchCallback(
+        sp.L1(0.25), schedule=schedule, metrics=metrics, rows=4 * LENGTH, log_every=2
+    )
+    run = trainer(measured, tmp_path / "measured", [callback])
+    run.train()
+    logs = [e for e in run.state.log_history if "loss" in e]
+    assert [e["step"] for e in logs] == [2, 4, 6, 8]
+    assert [e["sketch_budget"] for e in logs] == [1.0, 1.0, 0.25, 0.25]
+    assert logs[0]["sketch_kept_flops"] == 1.0
+    # The classifier stays exact and scoring costs something: more than the budget, less than 1.
+    assert 0.25 < logs[-1]["sketch_kept_flops"] < 0.6
+    assert logs[0]["sketch_added_variance"] == 0.0
+    assert logs[-1]["sketch_added_variance"] > 0.0
+    assert logs[-1]["sketch_relative_variance"] > 0.0
+    # Measuring leaves the run alone.
+    silent = SketchCallback(sp.L1(0.25), schedule=schedule)
+    trainer(unmeasured, tmp_path / "unmeasured", [silent]).train()
+    assert equal(parameters(measured), parameters(unmeasured))
+
+
+def test_log_every_asks_for_logs_and_later_callbacks_see_them(tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    callback = SketchCallback(sp.L1(0.5), log_every=3)
+    trainer(bert(), tmp_path, [callback, Reporter()], logging_steps=100).train()
+    told = [logs for logs in seen if "sketch_budget" in logs]
+    assert [logs["sketch_budget"] for logs in told] == [0.5, 0.5]
+
+
+def test_the_mean_of_a_trained_step_is_the_exact_gradient(tmp_path: Path) -> None:
+    """z ≤ 5 over 300 draws, on the loss that Trainer computes; dropout off."""
+    model = bert()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.config.attention_probs_dropout_prob = 0.0
+    run = trainer(model, tmp_path, [SketchCallback(sp.L1(0.5))], max_steps=1)
+    run.train()
+    model.train()
+    inputs = run.data_collator(examples(model)[:4])
+    used = [p for p in model.parameters() if p.requires_grad]
+
+    def draw(k: int) -> list[Tensor]:
+        return gradients(used, lambda: run.compute_loss(model, dict(inputs)), k)
+
+    with sp.exact(model):
+        truth = draw(0)
+        assert equal(truth, draw(1))
+    assert not equal(truth, draw(0))
+    assert largest_z(truth, draw, 300) <= Z_LIMIT
+
+
+def test_unsketch_and_saved_keys(tmp_path: Path) -> None:
+    model = bert()
+    run = trainer(model, tmp_path, [SketchCallback(sp.L1(0.5), unsketch=True)])
+    run.train()
+    assert [type(m) for m in model.modules()] == [type(m) for m in bert().modules()]
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-8")
+    assert equal(parameters(loaded), parameters(model))
+
+
+def test_a_filter_and_a_model_sketched_by_hand(tmp_path: Path) -> None:
+    model = bert()
+    callback = SketchCallback(sp.L1(0.5), lambda module, name: name.endswith("intermediate.dense"))
+    trainer(model, tmp_path / "filter", [callback], max_steps=1).train()
+    names = [name for name, m in model.named_modules() if isinstance(m, sp.SketchedLinear)]
+    assert names == [f"bert.encoder.layer.{i}.intermediate.dense" for i in range(2)]
+    by_hand = SketchCallback(None, schedule=Ladder({0: 0.125}))
+    trainer(model, tmp_path / "hand", [by_hand], max_steps=1).train()
+    assert model.get_submodule(names[0]).sketch == sp.L1(0.125)
+
+
+def test_mistakes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="cannot be called"):
+        SketchCallback(sp.L1(0.5), schedule={0: 1.0})
+    with pytest.raises(ValueError, match="log_every=0"):
+        SketchCallback(sp.L1(0.5), log_every=0)
+    with pytest.raises(TypeError, match="give a sketch with it"):
+        SketchCallback(None, filter_fn=lambda module, name: True)
+    with pytest.raises(ValueError, match="no sketched layer"):
+        trainer(bert(), tmp_path, [SketchCallback(None, schedule=Ladder({0: 0.5}))]).train()
+
+
+@pytest.mark.parametrize("package", ["transformers", "lightning"])
+def test_nothing_optional_is_imported_and_a_missing_package_is_named(package: str) -> None:
+    code = f"""
+import sys
+for name in ("transformers", "lightning", "pytorch_lightning"):
+    sys.modules[name] = None  # as if it were not installed
+import sketchprop
+try:
+    import sketchprop.integrations.{package}
+except ImportError as error:
+    assert "pip install 'sketchprop[{package}]'" in str(error), error
+else:
+    raise SystemExit("imported without its package")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
