@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -40,7 +41,7 @@ def interleave(
     seconds: float = 3.0,
     rounds: tuple[int, int] = (9, 400),
 ) -> dict[str, Ratio]:
-    """Times each function once per round, in turn, until ``seconds`` are used up.
+    """Times each function once per round, in random order, until ``seconds`` are used up.
 
     The first entry is the baseline. Medians of the ratios, with their quartiles.
     """
@@ -49,15 +50,16 @@ def interleave(
         function()
     times: dict[str, list[float]] = {name: [] for name in work}
     names = list(work)
+    order = random.Random(0)
     gc.collect()
     gc.disable()
     try:
         start = time.perf_counter()
         done = 0
         while done < rounds[0] or (done < rounds[1] and time.perf_counter() - start < seconds):
-            # Rotating the order keeps any effect of the predecessor from sticking to one entry.
-            shift = done % len(names)
-            for name in names[shift:] + names[:shift]:
+            # What ran just before decides what is in the caches: in a fixed order that would
+            # favour one entry in every round.
+            for name in order.sample(names, len(names)):
                 before = time.perf_counter()
                 work[name]()
                 times[name].append(time.perf_counter() - before)

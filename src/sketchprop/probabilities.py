@@ -38,19 +38,20 @@ def optimal_probabilities(weights: Tensor, rank: float) -> Tensor:
             f"weights must not be negative, and the smallest is {float(weights.min()):g}; "
             "give for example squared norms: G.square().sum(-2)"
         )
-    return water_fill(weights, rank).to(solve_dtype(weights))
-
-
-def water_fill(weights: Tensor, rank: float) -> Tensor:
-    """``optimal_probabilities`` without its checks, in float64, as sampling wants it."""
-    n = weights.shape[-1]
     root = weights.to(wide_dtype(weights)).sqrt()
+    return water_fill(root, rank).to(solve_dtype(weights))
+
+
+def water_fill(roots: Tensor, rank: float) -> Tensor:
+    """p* from the roots √wᵢ of the weights, unchecked, in float64, as sampling wants it."""
+    n = roots.shape[-1]
+    root = roots.to(wide_dtype(roots))
     if rank >= n:
         return torch.ones_like(root) + 0 * root  # 0·w: a non-finite weight stays visible
     # Zero roots become the smallest normal number: invisible beside any other, and where fewer
     # than ``rank`` are positive they share the rest of the budget equally, without 0/0.
     tiny = torch.finfo(root.dtype).tiny
-    root.clamp_(min=tiny)
+    root = root.clamp(min=tiny)
     # With the k largest clipped at 1 the level is √λ = S_k/(r - k), S_k the sum of the others.
     # It falls while the next root lies above it and rises ever after: √λ is the minimum over k.
     # The sums add from the smallest up: a difference of two totals would cancel.

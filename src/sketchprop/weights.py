@@ -4,7 +4,8 @@ The law: **a weight is zero only where its atom of G is zero**, because p = 0 fo
 and the same Ĝ makes dX, dW and db. Three of the paper's formulas break it: they look at G·W, or
 at the spread of a column, and miss what those cannot see. Here each of them gets a small share
 (``FLOOR``) of what it cannot see: pretend that each output also matters by itself, that is
-replace WWᵀ by WWᵀ + αI, and Var(gᵢ) by Var(gᵢ) + FLOOR·mean(gᵢ²).
+replace WWᵀ by WWᵀ + αI with α = FLOOR·mean‖Wᵢ‖², and Var(gᵢ) by Var(gᵢ) + FLOOR·mean(gᵢ²).
+(W = 0 leaves all weights zero, and then all probabilities are equal: unbiased too.)
 
 ``G: [..., B, n]``, ``W: [..., n, d]``; weights come out as ``[..., n]``, in float32 or better.
 They are exact for entries of G between about 1e-18 and 1e18 in float32 (they are squares).
@@ -27,7 +28,7 @@ times that of the literal formula, atom by atom.
 """
 
 _CHUNK_BYTES = 1 << 20
-_CHUNKED_FROM_BYTES = 1 << 22
+_LARGE_BYTES = 1 << 23
 
 
 def uniform(G: Tensor) -> Tensor:
@@ -42,7 +43,12 @@ def uniform_rows(G: Tensor) -> Tensor:
 
 def l1(G: Tensor) -> Tensor:
     """wᵢ = ‖gᵢ‖₁²: O(Bn)."""
-    return _reduce_rows(G, torch.abs).square()
+    return l1_norms(G).square()
+
+
+def l1_norms(G: Tensor) -> Tensor:
+    """√wᵢ = ‖gᵢ‖₁: O(Bn)."""
+    return _reduce_rows(G, torch.abs)
 
 
 def l2(G: Tensor) -> Tensor:
@@ -62,19 +68,24 @@ def variance(G: Tensor, floor: float = FLOOR) -> Tensor:
 
 def diagonal(G: Tensor, W: Tensor, floor: float = FLOOR) -> Tensor:
     """wᵢ = ‖gᵢ‖₂²(‖Wᵢ‖₂² + α): O(Bn + nd). ``floor=0`` is the paper's Lemma 3.4, biased."""
-    norms = W.to(solve_dtype(W)).square().sum(-1)
-    return l2(G) * (norms + unseen(norms, floor) if floor else norms)
+    seen = row_energies(W)
+    return l2(G) * torch.add(seen, seen.mean(-1, keepdim=True), alpha=floor)
 
 
-def unseen(norms: Tensor, floor: float = FLOOR) -> Tensor:
-    """α = floor · mean ‖Wᵢ‖², or 1 where W is zero: ``[..., n]`` to ``[..., 1]``."""
-    alpha = floor * norms.mean(-1, keepdim=True)
-    return torch.where(alpha == 0, 1.0, alpha)
+def row_energies(W: Tensor) -> Tensor:
+    """‖Wᵢ‖² for each row, without a temporary of the size of W."""
+    return torch.linalg.vector_norm(W, dim=-1, dtype=solve_dtype(W)).square()
 
 
 def column_sums(G: Tensor) -> Tensor:
-    """1ᵀG, accumulated in float32 or better: the bias gradient."""
-    return G.sum(-2, dtype=solve_dtype(G))
+    """1ᵀG, accumulated in float32 or better: the bias gradient.
+
+    On a G that is read from memory a product with ones is faster than ``sum``.
+    """
+    dtype = solve_dtype(G)
+    if _is_large(G) and G.dtype == dtype:
+        return G.new_ones(G.shape[0]) @ G
+    return G.sum(-2, dtype=dtype)
 
 
 def _reduce_rows(G: Tensor, f: Callable[..., Tensor]) -> Tensor:
@@ -84,14 +95,21 @@ def _reduce_rows(G: Tensor, f: Callable[..., Tensor]) -> Tensor:
     at the speed of reading G, several times faster than ``f(G).sum(0)``.
     """
     dtype = solve_dtype(G)
-    row_bytes = G.shape[-1] * dtype.itemsize
-    rows = max(1, _CHUNK_BYTES // max(1, row_bytes))
-    if torch.compiler.is_compiling() or G.dim() > 2 or G.shape[0] * row_bytes < _CHUNKED_FROM_BYTES:
+    if not _is_large(G):
         return f(G.to(dtype)).sum(-2)
-    total = torch.zeros(G.shape[-1], dtype=dtype, device=G.device)
-    buffer = torch.empty(rows, G.shape[-1], dtype=dtype, device=G.device)
+    rows = max(1, _CHUNK_BYTES // (G.shape[1] * dtype.itemsize))
+    total = torch.zeros(G.shape[1], dtype=dtype, device=G.device)
+    buffer = torch.empty(rows, G.shape[1], dtype=dtype, device=G.device)
+    ones = torch.ones(rows, dtype=dtype, device=G.device)
     for chunk in torch.split(G, rows):
         part = buffer[: chunk.shape[0]]
         source = chunk if chunk.dtype == dtype else part.copy_(chunk)
-        total += f(source, out=part).sum(0)
+        total.addmv_(f(source, out=part).mT, ones[: chunk.shape[0]])
     return total
+
+
+def _is_large(G: Tensor) -> bool:
+    """Whether G is one matrix that does not stay in the caches of a CPU."""
+    if G.dim() != 2 or G.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return G.numel() * solve_dtype(G).itemsize >= _LARGE_BYTES

@@ -183,6 +183,10 @@ class ColumnSketch(AtomSketch):
     def weights(self, G: Tensor, W: Tensor | None) -> Tensor:
         """wᵢ for each column; zero only where the column is zero."""
 
+    def roots(self, G: Tensor, W: Tensor | None) -> Tensor:
+        """√wᵢ; to be overridden where it comes without a square."""
+        return self.weights(G, W).sqrt()
+
     def fold(self, G: Tensor) -> Tensor:
         """A matrix with the column weights of ``G: [B, n, L]``, a convolution's; here all of it.
 
@@ -197,7 +201,7 @@ class ColumnSketch(AtomSketch):
         return 4 * B * self.rank(n) * d
 
     def plan(self, G: Tensor, W: Tensor | None) -> Plan:
-        return Plan(water_fill(self.weights(G, W), self.rank(G.shape[-1])))
+        return Plan(water_fill(self.roots(G, W), self.rank(G.shape[-1])))
 
     def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> Columns:
         return Columns(index, scaled(take_columns(G, index), scale.unsqueeze(-2)), G.shape[-1])
@@ -217,7 +221,7 @@ class RowSketch(AtomSketch):
         return 4 * self.rank(B) * n * d
 
     def plan(self, G: Tensor, W: Tensor | None) -> Plan:
-        return Plan(water_fill(self.weights(G, W), self.rank(G.shape[-2])))
+        return Plan(water_fill(self.weights(G, W).sqrt(), self.rank(G.shape[-2])))
 
     def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> Rows:
         return Rows(index, scaled(take_rows(G, index), scale.unsqueeze(-1)), G.shape[-2])

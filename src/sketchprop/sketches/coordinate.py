@@ -23,8 +23,11 @@ class L1(ColumnSketch):
     root: bool = False
 
     def weights(self, G: Tensor, W: Tensor | None) -> Tensor:
-        w = weights.l1(G)
-        return w.sqrt() if self.root else w
+        return weights.l1_norms(G) if self.root else weights.l1(G)
+
+    def roots(self, G: Tensor, W: Tensor | None) -> Tensor:
+        norms = weights.l1_norms(G)
+        return norms.sqrt() if self.root else norms
 
     def fold(self, G: Tensor) -> Tensor:
         return channels.absolute_sums(G)

@@ -45,7 +45,7 @@ class SpectralSketch(AtomSketch):
 
     def plan(self, G: Tensor, W: Tensor | None) -> Plan:
         w, basis = self.directions(G, W)
-        return Plan(water_fill(w, self.rank(w.shape[-1])), basis)
+        return Plan(water_fill(w.sqrt(), self.rank(w.shape[-1])), basis)
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,7 +108,7 @@ class RankConstrained(SpectralSketch):
             w, basis = descending_eigen(gram)
             noise = w[..., :1] * (w.shape[-1] * torch.finfo(w.dtype).eps)
             return w.masked_fill(w <= noise, 0), (basis, *outer)
-        alpha = weights.unseen(V.square().sum(-1)).unsqueeze(-1)
+        alpha = weights.FLOOR * weights.row_energies(V).mean(-1)[..., None, None]
         w, basis = descending_eigen(gram + alpha * (A @ A.mT))
         return positive(w), (basis, *outer)
 
