@@ -179,7 +179,8 @@ def check_unbiased(
     random state are left as they were; randomness in forward (dropout) is held fixed.
 
     Monte Carlo compares the mean along the exact gradient and along random directions, in
-    standard errors; the limit allows one false alarm in a million checks.
+    standard errors; the limit allows one false alarm in a million checks, as long as every atom
+    is drawn often: atoms of probability p need many times 1/p ``draws``.
 
     >>> print(check_unbiased(L1(0.3)))
     >>> print(check_unbiased(model, lambda: loss_fn(model(x), y)))

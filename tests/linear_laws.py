@@ -1,0 +1,63 @@
+"""The ways to a layer's gradient that the tests of the fast path compare."""
+
+import torch
+import torch.nn.functional as F
+
+import sketchprop as sp
+
+B, N, D = 6, 5, 4
+INPUTS = {1: (D,), 2: (B, D), 3: (2, 3, D), 4: (2, 1, 3, D)}
+TOLERANCE = {
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+    torch.float32: 1e-4,
+    torch.float64: 1e-10,
+}
+
+
+def leaf(t, *, grad=True):
+    return t.detach().clone().requires_grad_(grad)
+
+
+def parameters(dtype=torch.float64, stack=()):
+    weight = torch.randn(*stack, N, D, dtype=dtype, requires_grad=True)
+    bias = torch.randn(*stack, N, dtype=dtype, requires_grad=True)
+    return weight, bias
+
+
+def rows_of(t, stack=0):
+    return t.reshape(*t.shape[:stack], -1, t.shape[-1])
+
+
+def uniforms(sketch, G, W):
+    return torch.rand(sketch.uniform_shape(G, W), dtype=torch.float64)
+
+
+def fast(x, weight, bias, sketch, G, u):
+    return torch.autograd.grad(
+        sp.sketched_linear(x, weight, bias, sketch, u=u), (x, weight, bias), G
+    )
+
+
+def gated(x, weight, bias, sketch, G, u):
+    y = sp.gate(F.linear(x, weight, bias), sketch, weight=weight, u=u)
+    return torch.autograd.grad(y, (x, weight, bias), G)
+
+
+def dense(x, weight, bias, sketch, G, u):
+    """dX, dW, db from the dense Ĝ, in plain products."""
+    with torch.no_grad():
+        G_hat = sketch(rows_of(G), weight, u).dense()
+        return (
+            (G_hat @ weight).view(x.shape),
+            G_hat.mT @ rows_of(x),
+            (rows_of(G) if sketch.exact_bias else G_hat).sum(0),
+        )
+
+
+def assert_same(first, second, tolerance=1e-10):
+    for a, b in zip(first, second, strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        scale = max(1.0, float(b.detach().abs().max()))
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * scale)
