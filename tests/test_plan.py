@@ -13,7 +13,6 @@ from sketchprop.diagnostics import Times, bench
 from sketchprop.diagnostics.plan import break_even
 from sketchprop.diagnostics.timing import compare, in_turns
 
-
 PLAN = importlib.import_module("sketchprop.diagnostics.plan")
 """The module; the name itself is the function's."""
 

@@ -83,6 +83,10 @@ class MeasureReport:
         }
 
     def __str__(self) -> str:
+        return "\n".join([self.headline(), "", self.layer_table(), "", self.node_table()]).rstrip()
+
+    def headline(self) -> str:
+        """The figures that are not per layer, and the verdict."""
         v = self.variance
         lines = [
             f"σ² (between {v.batches} batches)   {v.sigma2}",
@@ -98,7 +102,7 @@ class MeasureReport:
                 f"step   {1e3 * self.times.sketched:.2f} ms, exact {1e3 * self.times.exact:.2f} ms"
             )
         lines += [str(verdict) for verdict in (self.by_time, self.by_flops) if verdict is not None]
-        return "\n".join([*lines, "", self.layer_table(), "", self.node_table()]).rstrip()
+        return "\n".join(lines)
 
     def layer_cells(self) -> Cells:
         """A line for each sketched layer: header and cells."""

@@ -106,15 +106,17 @@ class PlanReport:
         ]
         return header, rows
 
-    def __str__(self) -> str:
-        header, rows = self.cells()
-        count = len(self.worthwhile)
+    def conclusion(self) -> str:
+        """How many layers, and what the backward pass would take."""
         return (
-            f"{table(header, rows, '<<><>>>>>><')}\n"
-            f"{count} of {len(rows)} layers are worth {self.sketch!r}: the backward pass "
-            f"({1e3 * self.backward_seconds:.2f} ms) would take {self.backward_ratio:.2f} ×.\n"
+            f"{len(self.worthwhile)} of {len(self.layers)} layers are worth {self.sketch!r}: the "
+            f"backward pass ({1e3 * self.backward_seconds:.2f} ms) would take "
+            f"{self.backward_ratio:.2f} ×.\n"
             "Faster is not yet better: measure() says whether the added variance is worth it."
         )
+
+    def __str__(self) -> str:
+        return f"{table(*self.cells(), '<<><>>>>>><')}\n{self.conclusion()}"
 
 
 def plan(

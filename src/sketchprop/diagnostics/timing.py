@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._table import table
+from .._table import Cells, table
 from ..ops import sketched_linear
 from ..sketches import Sketch
 from ..transform import exact
@@ -111,7 +111,8 @@ class BenchReport:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __str__(self) -> str:
+    def cells(self) -> Cells:
+        """A line for each shape and sketch: header and cells."""
         rows = [
             (
                 " × ".join(map(str, line.shape)),
@@ -123,8 +124,10 @@ class BenchReport:
             )
             for line in self.lines
         ]
-        header = ("B × d × n", "sketch", "exact ms", "sketched ms", "ratio", "FLOPs")
-        return table(header, rows, "<<>>>>")
+        return ("B × d × n", "sketch", "exact ms", "sketched ms", "ratio", "FLOPs"), rows
+
+    def __str__(self) -> str:
+        return table(*self.cells(), "<<>>>>")
 
 
 def bench(

@@ -1,0 +1,119 @@
+"""Where noise hurts: V when only the first, only the last, or every layer is sketched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..diagnostics import Estimate, measure_variance
+from ..diagnostics.restore import sketched
+from ..select import sketchable_layers
+from ..sketches import Sketch
+from .specs import Task, UsageError, train
+
+PLACES = ("first", "last", "all")
+
+
+@dataclass(frozen=True)
+class LocationPoint:
+    """One method at one budget in one place at one age of training."""
+
+    method: str
+    budget: float
+    place: str
+    steps: int
+    relative: Estimate
+    """V/σ²."""
+    added: Estimate
+    sigma2: Estimate
+    injected: dict[str, float]
+    """V by the layer that injected it."""
+
+
+@dataclass(frozen=True)
+class LocationReport:
+    """All points, in the order in which they were measured."""
+
+    first: str
+    last: str
+    batches: int
+    batch_size: int
+    points: tuple[LocationPoint, ...]
+
+    @property
+    def budgets(self) -> list[float]:
+        return sorted({point.budget for point in self.points})
+
+    def cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        header = ("step", "method", "kept", *(f"V/σ², {place}" for place in PLACES), "last/first")
+        rows = []
+        for point in self.points:
+            if point.place != PLACES[0]:
+                continue
+            key = (point.method, point.budget, point.steps)
+            values = {
+                p.place: p.relative for p in self.points if (p.method, p.budget, p.steps) == key
+            }
+            first = values["first"].value
+            ratio = f"{values['last'].value / first:.2f}" if first else "-"
+            shown = [str(values[place]) for place in PLACES]
+            rows.append((str(point.steps), point.method, f"{point.budget:g}", *shown, ratio))
+        return header, rows
+
+
+def measure_location(
+    task: Task,
+    methods: Sequence[Sketch],
+    budgets: Sequence[float],
+    ages: Sequence[int],
+    *,
+    batches: int,
+    batch_size: int,
+    draws: int | None,
+    learning_rate: float,
+    seed: int,
+) -> LocationReport:
+    """Trains exactly and stops at each of ``ages`` (steps) to measure every combination."""
+    layers = list(sketchable_layers(task.model))
+    if len(layers) < 2:
+        raise UsageError(f"a first and a last layer are needed; the model has {layers}")
+    where = {"first": layers[:1], "last": layers[-1:], "all": layers}
+    torch.manual_seed(seed)
+    points: list[LocationPoint] = []
+    trained = 0
+    for age in sorted(ages):
+        train(task, age - trained, learning_rate)
+        trained = age
+        held = [task.draw() for _ in range(batches)]
+        for method in methods:
+            for budget in budgets:
+                sketch = replace(method, budget=budget)
+                for place in PLACES:
+                    found = _measure(task, dict.fromkeys(where[place], sketch), held, draws, seed)
+                    points.append(LocationPoint(_name(method), budget, place, age, **found))
+    return LocationReport(layers[0], layers[-1], batches, batch_size, tuple(points))
+
+
+def _measure(
+    task: Task, sketch: dict[str, Sketch | None], held: list[Any], draws: int | None, seed: int
+) -> dict[str, Any]:
+    with sketched(task.model, sketch):
+        report = measure_variance(
+            task.model, task.loss_fn, held, draws=draws, nodes=False, seed=seed
+        )
+    return {
+        "relative": report.relative,
+        "added": report.added,
+        "sigma2": report.sigma2,
+        "injected": {line.layer: line.injected.value for line in report.layers},
+    }
+
+
+def _name(method: Sketch) -> str:
+    """The sketch without its budget."""
+    shown = repr(method).partition("(")
+    options = shown[2].partition(", ")[2].rstrip(")")
+    return f"{shown[0]}({options})" if options else shown[0]
