@@ -254,6 +254,33 @@ def test_the_backward_products_are_smaller_by_what_is_dropped(build):
     assert sketched < 0.7 * exact
 
 
+def transposed():
+    from transformers.pytorch_utils import Conv1D
+
+    model = nn.Sequential(Conv1D(2 * WIDTH, 10), nn.GELU(), nn.Linear(2 * WIDTH, 5))
+    return classifier(model, 10)
+
+
+@pytest.mark.parametrize("build", [encoder, residual, transposed], ids=lambda build: build.__name__)
+def test_compiled_without_graph_breaks(build):
+    """Convolutions, attention and Conv1D: the gradients of the eager run with the same seed."""
+    model, loss_of = build()
+    sp.sketch_(model.train(), sp.L1(0.25))
+    for module in model.modules():
+        if isinstance(module, nn.Dropout | nn.MultiheadAttention):  # its draws are not ours
+            setattr(module, "p" if isinstance(module, nn.Dropout) else "dropout", 0.0)
+
+    def gradients(run):
+        loss = loss_of(run)
+        torch.manual_seed(0)
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(gradients(compiled), gradients(model), strict=True):
+        assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
+
+
 def test_experts_are_left_exact_and_named():
     model, _ = mixtral()
     sp.sketch_(model, sp.L1(0.25))

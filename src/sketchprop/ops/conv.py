@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import solve_dtype
+from .._checks import check_local, solve_dtype
 from ..compact import scaled
 from ..sampling import draw_uniforms
 from ..sketches import ColumnSketch, Sketch
@@ -95,6 +95,7 @@ def sketched_conv(
     wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if not wanted or not torch.is_grad_enabled() or rows <= 0 or sketch.keeps_all(rows, n, d):
         return _conv(x, weight, bias, geometry)
+    check_local(weight, sketch)
     return _SketchedConv.apply(x, weight, bias, sketch, geometry, u)  # type: ignore[no-any-return, no-untyped-call]
 
 
