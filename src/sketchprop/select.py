@@ -35,7 +35,8 @@ class Selector:
     def names(self, model: nn.Module) -> list[str]:
         """The layers of ``model`` that this picks, in the model's order.
 
-        >>> select.wide(64).names(model)
+        >>> wide(64).names(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
+        ['0']
         """
         layers = sketchable_layers(model)
         picks = self.bind(layers)

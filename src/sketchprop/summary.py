@@ -60,7 +60,10 @@ def summary(model: nn.Module, rows: int = 128) -> Summary:
 
     ``rows``: the number of rows (samples × tokens) for which FLOPs are counted.
 
-    >>> print(summary(model))
+    >>> from sketchprop import L1, sketch_
+    >>> model = sketch_(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 10)), L1(0.125))
+    >>> [(layer.kept, layer.note) for layer in summary(model).layers]
+    [(0.125, ''), (1.0, 'not taken by sketch_')]
     """
     layers: list[LayerSummary] = []
     sketches = [m.sketch for m in model.modules() if isinstance(m, SketchedModule)]

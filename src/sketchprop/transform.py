@@ -36,8 +36,12 @@ def sketch_(
     ``nn.MultiheadAttention``, transformers' ``Conv1D`` and layers made ``sketchable``.
     Only classes change: parameters, ``state_dict`` keys, hooks and optimizers built before stay.
 
-    >>> sketch_(model, L1(0.1))
-    >>> sketch_(vit, {"blocks.*.mlp.*": L1(0.1), "blocks.*.attn.*": L1(0.25)})
+    >>> from sketchprop import L1
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    >>> sketch_(model, L1(0.1))[0]
+    SketchedLinear(in_features=64, out_features=256, bias=True, sketch=L1(0.1))
+    >>> sketch_(model, {"0": L1(0.1), "2": L1(0.25)})[2]
+    SketchedLinear(in_features=256, out_features=10, bias=True, sketch=L1(0.25))
     """
     layers = sketchable_layers(model)
     chosen: dict[str, Sketch | None]
@@ -76,8 +80,11 @@ def unsketch_(model: Model) -> Model:
 def exact(model: nn.Module) -> Iterator[None]:
     """Exact gradients for every forward pass made inside; the sketches come back at the end.
 
+    >>> import torch
+    >>> from sketchprop import L1
+    >>> model = sketch_(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 10)), L1(0.1))
     >>> with exact(model):
-    ...     loss(model(x)).backward()
+    ...     model(torch.randn(8, 64)).square().mean().backward()
     """
     sketched = [m for m in model.modules() if isinstance(m, SketchedModule)]
     before = [m.exact for m in sketched]

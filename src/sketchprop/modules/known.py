@@ -33,12 +33,16 @@ def sketchable(layer: type[nn.Module]) -> Callable[[Sketched], Sketched]:
     the layer's unless ``self.sketching()``. Only ``layer`` itself is taken, not its subclasses.
     The mark is kept on ``layer``: nothing is shared with other layers.
 
-    >>> @sketchable(MyLinear)
-    ... class SketchedMyLinear(SketchedModule, MyLinear):
+    >>> from sketchprop import sketched_linear
+    >>> class Doubled(nn.Linear):
+    ...     def forward(self, x):
+    ...         return 2 * super().forward(x)
+    >>> @sketchable(Doubled)
+    ... class SketchedDoubled(SketchedModule, Doubled):
     ...     def forward(self, x):
     ...         if not self.sketching():
     ...             return super().forward(x)
-    ...         return sketched_linear(x, self.weight * self.gain, self.bias, self.sketch)
+    ...         return 2 * sketched_linear(x, self.weight, self.bias, self.sketch)
     """
     if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
         raise TypeError(f"sketchable({layer!r}): give the class of a layer, @sketchable(MyLayer)")

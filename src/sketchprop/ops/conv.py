@@ -70,7 +70,10 @@ def sketched_conv(
     (batch, position). As in ``sketched_linear`` draws are made in backward, ``u`` replaces them,
     and where everything would be kept this is the exact convolution.
 
-    >>> y = sketched_conv(torch.randn(8, 16, 32, 32), torch.randn(64, 16, 3, 3), None, L1(0.1))
+    >>> from sketchprop import L1
+    >>> x, filters = torch.randn(8, 16, 32, 32), torch.randn(64, 16, 3, 3)
+    >>> sketched_conv(x, filters, None, L1(0.1), padding=1).shape
+    torch.Size([8, 64, 32, 32])
     """
     x, weight, bias = _autocast(x, weight, bias)
     spatial = weight.dim() - 2
