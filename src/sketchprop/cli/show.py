@@ -34,15 +34,14 @@ def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]])
     except ImportError:
         say(f"{title}\n{table(header, rows, ''.join(aligned))}\n")
         return
-    console = Console(file=sys.stdout)
     # In a file or a pipe nothing is known about the width: cutting cells would lose data.
-    width = None if console.is_terminal else 200
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 240)
     pretty = Table(title=escape(title), box=box.SIMPLE_HEAVY, title_justify="left")
     for name, side in zip(header, aligned, strict=True):
         pretty.add_column(escape(name), justify="left" if side == "<" else "right")
     for row in rows:
         pretty.add_row(*map(escape, row))
-    console.print(pretty, width=width)
+    console.print(pretty)
 
 
 def write_json(data: Any, target: str) -> None:

@@ -1,0 +1,320 @@
+"""The command line: what it prints, what it writes, how it ends."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import sketchprop as sp
+from sketchprop import data, zoo
+from sketchprop.cli import main
+from sketchprop.cli.specs import MODELS, UsageError, load_task, parse_sketch, parse_sketches
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    """Runs a command in an empty folder; exit code, output and errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def call(*arguments):
+        try:
+            code = main(arguments)
+        except SystemExit as end:  # argparse: --help and bad options
+            code = end.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A module of the user's, under a name that no other test imports."""
+    name = f"mine_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from torch import nn
+            import sketchprop as sp
+
+            class Half(sp.ColumnSketch):
+                def weights(self, G, W):
+                    return G.square().sum(-2)
+
+            class Wrong(sp.L1):
+                def keep(self, G, plan, index, scale):
+                    return super().keep(G, plan, index, scale / 2)
+
+            def make():
+                torch.manual_seed(0)
+                model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+                batches = [torch.randn(16, 6) for _ in range(3)]
+                return model, lambda m, x: m(x).square().mean(), batches
+
+            def only_a_model():
+                return nn.Linear(3, 3)
+
+            number = 3
+            """
+        )
+    )
+    return name
+
+
+# --- check -----------------------------------------------------------------------------------
+
+
+def test_check_says_unbiased_and_biased(run):
+    code, out, _ = run("check", "L1(0.3)", "Diagonal(0.3)")
+    assert code == 0
+    assert "L1(0.3): unbiased" in out
+    assert "Diagonal(0.3): unbiased" in out
+    code, out, _ = run("check", "L1(0.3)", "Diagonal(0.3, paper=True)")
+    assert code == 1
+    assert "Diagonal(0.3, paper=True): BIASED" in out
+
+
+def test_check_takes_sketches_of_ones_own(run, mine):
+    assert run("check", f"{mine}:Half(0.3)")[0] == 0
+    code, out, _ = run("check", f"{mine}:Wrong(0.3)", "--json")
+    assert code == 1
+    (report,) = json.loads(out)
+    assert report["ok"] is False
+
+
+def test_check_on_a_model(run, mine):
+    code, out, _ = run("check", "L1(0.5)", "--model", f"{mine}:make", "--draws", "60")
+    assert code == 0
+    assert "Monte Carlo, 60 draws" in out
+    assert run("check", f"{mine}:Wrong(0.5)", "--model", f"{mine}:make", "--draws", "60")[0] == 1
+
+
+# --- measure ---------------------------------------------------------------------------------
+
+
+def test_measure_shows_and_writes(run, mine, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    code, out, _ = run(
+        *("measure", "--model", f"{mine}:make", "--sketch", "L1(0.5)", "--draws", "4"),
+        *("--batches", "3", "--rounds", "1", "--json", "r.json", "--plot", "p.png"),
+    )
+    assert code in (0, 1)
+    for word in ("σ²", "V/σ²", "by time", "by FLOPs", "V by the layer"):
+        assert word in out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["pays"] is (code == 0)
+    assert [line["layer"] for line in report["variance"]["layers"]] == ["0"]
+    assert (tmp_path / "p.png").read_bytes()[:4] == PNG
+
+
+def test_measure_answers_by_exit_code(run, mine):
+    common = ("measure", "--model", f"{mine}:make", "--draws", "4", "--rounds", "0", "--json")
+    # Everything kept costs nothing and adds nothing; one column of 32 adds far too much.
+    code, out, _ = run(*common, "--sketch", "L1(1.0)")
+    assert code == 0
+    assert json.loads(out)["variance"]["added"]["value"] == 0
+    code, out, _ = run(*common, "--sketch", "ColumnMask(1)", "--no-split")
+    assert code == 1
+    assert json.loads(out)["variance"]["relative"]["value"] > 1
+    assert json.loads(out)["variance"]["layers"] == []
+
+
+def test_measure_by_patterns_and_after_training(run):
+    code, out, _ = run(
+        *("measure", "--model", "mlp4", "--sketch", "0=L1(0.5)", "2=L2(0.5)", "4=exact"),
+        *("--draws", "2", "--batches", "2", "--batch-size", "16", "--rounds", "0", "--json"),
+        *("--steps", "3"),
+    )
+    assert code in (0, 1)
+    layers = json.loads(out)["variance"]["layers"]
+    assert [(line["layer"], line["sketch"]) for line in layers] == [
+        ("0", "L1(0.5)"),
+        ("2", "L2(0.5)"),
+    ]
+
+
+def test_location_compares_first_last_and_all(run, mine, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    code, out, _ = run(
+        *("measure", "--model", f"{mine}:make", "--location", "--sketch", "ColumnMask(0.5)"),
+        *("L1(0.5, root=True)", "--budgets", "0.25", "0.5", "--steps", "0", "2", "--draws", "4"),
+        *("--batches", "3", "--plot", "where.png", "--json", "where.json"),
+    )
+    assert code == 0
+    assert "last/first" in out
+    points = json.loads((tmp_path / "where.json").read_text())["points"]
+    assert len(points) == 2 * 2 * 2 * 3
+    assert {p["method"] for p in points} == {"ColumnMask", "L1(root=True)"}
+    for p in points:
+        layers = {"first": ["0"], "last": ["2"], "all": ["0", "2"]}[p["place"]]
+        assert list(p["injected"]) == layers
+    assert (tmp_path / "where.png").read_bytes()[:4] == PNG
+
+
+def test_measure_on_mnist(run):
+    try:
+        data.mnist(download=False)
+    except data.DataError as error:
+        pytest.skip(f"MNIST is not here: {error}")
+    code, out, _ = run(
+        *("measure", "--data", "mnist", "--sketch", "L1(0.5)", "--draws", "2", "--batches", "2"),
+        *("--rounds", "0", "--json"),
+    )
+    assert code in (0, 1)
+    assert json.loads(out)["variance"]["sigma2"]["value"] > 0
+
+
+# --- plan and bench --------------------------------------------------------------------------
+
+
+def test_plan_lists_layers(run, mine, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    code, out, _ = run("plan", "--model", f"{mine}:make", "--rounds", "1", "--plot", "p.png")
+    assert code in (0, 1)
+    assert "32 × 6" in out
+    assert "layers are worth L1(0.1)" in out
+    assert (tmp_path / "p.png").read_bytes()[:4] == PNG
+    code, out, _ = run("plan", "--model", f"{mine}:make", "--rounds", "1", "--json")
+    report = json.loads(out)
+    assert code == (0 if report["worthwhile"] else 1)
+    assert [line["layer"] for line in report["layers"]] == ["0", "2"]
+
+
+def test_bench_lists_shapes(run, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    code, out, _ = run(
+        *("bench", "8x6x10", "4×3×5", "--sketch", "L1(0.3)", "SampleMask(2)", "--rounds", "1"),
+        *("--plot", "b.png"),
+    )
+    assert code in (0, 1)
+    assert out.count("8 × 6 × 10") == 2
+    assert out.count("SampleMask(2)") == 2
+    assert (tmp_path / "b.png").read_bytes()[:4] == PNG
+
+
+# --- help and mistakes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["check", "measure", "plan", "bench"])
+def test_help_teaches(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert "examples:" in out
+    assert f"sketchprop {command}" in out
+    assert "exit codes: 0 fine" in out
+    code, out, _ = run("--help")
+    assert code == 0
+    assert command in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "L7(0.1)"], "'L7' is unknown in 'L7(0.1)'; built-in sketches are L1, L2"),
+        (["check", "L1"], "'L1' has no budget; type for example L1(0.1)"),
+        (["check", "L1(1.5)"], "not a kept fraction"),
+        (["check", "L1(0.1, roots=True)"], "roots"),
+        (["check", "__import__('os')"], "unknown in"),
+        (["check", "1 + 1"], "is not a sketch; type for example 'L1(0.1)'"),
+        (["check", "nowhere_at_all:X(0.1)"], "no module 'nowhere_at_all'"),
+        (["measure", "--model", "resnet"], "use one of mlp, mlp4, vit, bert, or module:factory"),
+        (["measure", "--model", "vit", "--data", "mnist"], "fits the models mlp and mlp4"),
+        (["measure", "--sketch", "0=L1(0.1)", "L1(0.2)"], "each needs a pattern"),
+        (["measure", "--sketch", "fc9=L1(0.1)"], "the pattern 'fc9' matches no layer"),
+        (["measure", "--batches", "1", "--rounds", "0"], "give at least two"),
+        (["measure", "--draws", "none"], "'none' is not a number from 1 on"),
+        (["bench", "128x3"], "'128x3' is not a shape; type for example 128x784x64"),
+        (["bench"], "required"),
+        ([], "required"),
+    ],
+)
+def test_mistakes_end_with_two_and_a_way_out(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_mistakes_in_ones_own_factory(run, mine):
+    for name, message in [
+        (f"{mine}:missing", "has no function 'missing'; it has"),
+        (f"{mine}:number", "has no function 'number'"),
+        (f"{mine}:only_a_model", "return (model, loss_fn, batches)"),
+    ]:
+        code, _, err = run("plan", "--model", name)
+        assert code == 2
+        assert message in err
+    with pytest.raises(UsageError):
+        main(["plan", "--model", f"{mine}:missing", "--traceback"])
+
+
+def test_without_rich_the_tables_are_plain(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    code, out, _ = run("bench", "4x3x5", "--rounds", "1")
+    assert code in (0, 1)
+    assert "B × d × n" in out
+    assert "─" in out
+
+
+def test_without_matplotlib_a_plot_is_refused(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = run("bench", "4x3x5", "--rounds", "1", "--plot", "x.png")
+    assert code == 2
+    assert "pip install 'sketchprop[cli]'" in err
+
+
+def test_the_installed_command_runs():
+    """As a process of its own: the exit code reaches the shell."""
+    command = [sys.executable, "-m", "sketchprop.cli", "check", "L1(0.3)", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)[0]["ok"] is True
+
+
+# --- specs and the zoo -----------------------------------------------------------------------
+
+
+def test_sketches_are_parsed_without_evaluating_code():
+    assert parse_sketch("L1(0.1)") == sp.L1(0.1)
+    assert parse_sketch("L2(16, sampling='independent')") == sp.L2(16, sampling="independent")
+    assert parse_sketches(["a.*=L1(0.1)", "b=exact"]) == {"a.*": sp.L1(0.1), "b": None}
+    with pytest.raises(UsageError):
+        parse_sketch("L1(open('x'))")
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_built_in_models_can_be_sketched_and_trained(name):
+    task = load_task(name, "random", 4, seed=0)
+    sp.sketch_(task.model, sp.L1(0.25))
+    loss = task.loss_fn(task.model, task.draw())
+    loss.backward()
+    assert all(p.grad is not None for p in task.model.parameters())
+    again = load_task(name, "random", 4, seed=0)
+    for a, b in zip(task.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_papers_mlp():
+    widths = [m.weight.shape for m in zoo.mlp() if isinstance(m, nn.Linear)]
+    assert widths == [(64, 784), (64, 64), (10, 64)]
+
+
+def test_attention_of_the_zoo_is_torchs():
+    torch.manual_seed(0)
+    ours, theirs = zoo.Attention(12, 3), nn.MultiheadAttention(12, 3, batch_first=True)
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(ours.qkv.weight)
+        theirs.in_proj_bias.copy_(ours.qkv.bias)
+        theirs.out_proj.weight.copy_(ours.out.weight)
+        theirs.out_proj.bias.copy_(ours.out.bias)
+    x = torch.randn(2, 5, 12)
+    torch.testing.assert_close(ours(x), theirs(x, x, x)[0], rtol=1e-4, atol=1e-5)
