@@ -61,6 +61,25 @@ def check_sampling(sampling: object) -> None:
         )
 
 
+def check_score_rows(rows: object) -> None:
+    whole = isinstance(rows, numbers.Integral) and not isinstance(rows, bool)
+    if not isinstance(rows, numbers.Real) or isinstance(rows, bool):
+        raise TypeError(f"score_rows={rows!r}; give a share in (0, 1] or a number of rows")
+    if float(rows) <= 0 or math.isnan(float(rows)) or (not whole and float(rows) > 1):
+        raise ValueError(
+            f"score_rows={rows!r}; give a share of the rows in (0, 1], for example 0.1, or a "
+            "number of rows, for example 256"
+        )
+
+
+def check_refresh(every: object) -> None:
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(
+            f"refresh_every={every!r}; give the number of steps a plan is used for, an integer "
+            "of at least 1"
+        )
+
+
 def check_weight(W: Tensor | None, sketch: object) -> Tensor:
     """The weight that ``sketch`` looks at."""
     if W is None:

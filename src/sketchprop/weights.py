@@ -84,7 +84,8 @@ def column_sums(G: Tensor) -> Tensor:
     """
     dtype = solve_dtype(G)
     if _is_large(G) and G.dtype == dtype:
-        return G.new_ones(G.shape[0]) @ G
+        sums: Tensor = G.new_ones(G.shape[0]) @ G
+        return sums
     return G.sum(-2, dtype=dtype)
 
 

@@ -9,12 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import check_local
-from ..sketches import Sketch
+from ..compact import Columns, CompactGradient
+from ..sketches import AmortisedSketch, PlanMemory, Sketch
 from ..weights import column_sums
 
 
 def sketched_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, *, u: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sketch: Sketch,
+    *,
+    u: Tensor | None = None,
+    memory: PlanMemory | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
     """``F.linear(x, weight, bias)``, with dX and dW from a sketch of the output gradient.
 
@@ -22,7 +30,11 @@ def sketched_linear(
     its own draw: ``weight: [*stack, n, d]``, ``bias: [*stack, n]``, ``x: [*stack, *, d]``.
     Where the sketch would keep everything, or no gradient is wanted, this is ``F.linear`` itself
     and nothing is drawn. Draws come from the default generator, in backward; ``u`` replaces them
-    (for tests: every use of a layer must have its own).
+    (for tests: every use of a layer must have its own). ``memory`` holds the plan of a sketch with
+    ``refresh_every`` above 1; each layer needs its own. ``accumulate``: where ``weight.grad`` is
+    there already, backward adds the kept rows of dW to it in place instead of making a dense dW.
+    That is for ``loss.backward()`` in a plain loop only: hooks on the weight and
+    ``torch.autograd.grad`` do not see what was added.
 
     >>> y = sketched_linear(torch.randn(128, 784), torch.randn(64, 784), None, L1(0.1))
     """
@@ -39,26 +51,26 @@ def sketched_linear(
     if not wanted or not torch.is_grad_enabled() or rows == 0 or sketch.keeps_all(rows, n, d):
         return _linear(x, weight, bias)
     check_local(weight, sketch)
-    return _SketchedLinear.apply(x, weight, bias, sketch, u)  # type: ignore[no-any-return, no-untyped-call]
+    if memory is not None and torch.compiler.is_compiling():
+        memory = None  # a step that is compiled may have no side effects
+    return _SketchedLinear.apply(x, weight, bias, sketch, u, memory, accumulate)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _SketchedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, u: Tensor | None
+        x: Tensor, weight: Tensor, bias: Tensor | None, sketch: Sketch, *rest: object
     ) -> Tensor:
         return _linear(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, sketch, u = inputs
+        x, weight, _, ctx.sketch, u, ctx.memory, ctx.accumulate = inputs
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         # A frozen weight needs no input, a frozen input no weight. The parameter itself is
         # saved, never a copy: FSDP2 frees and refills it in between.
-        ctx.save_for_backward(
-            x if wants_weight else None, weight if wants_x or sketch.needs_weight else None, u
-        )
-        ctx.sketch = sketch
+        needs_weight = wants_x or ctx.sketch.needs_weight or ctx.accumulate
+        ctx.save_for_backward(x if wants_weight else None, weight if needs_weight else None, u)
         ctx.input_shape = x.shape
         ctx.stack = weight.shape[:-2]
 
@@ -66,10 +78,10 @@ class _SketchedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, u = ctx.saved_tensors
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return (*_gradients(ctx, grad, x, weight, u), None, None)
+            return (*_gradients(ctx, grad, x, weight, u), None, None, None, None)
         with torch.no_grad():
             grads = _gradients(ctx, grad, x, weight, u)
-        return (*refuse_second_backward(grads, grad, x, weight), None, None)
+        return (*refuse_second_backward(grads, grad, x, weight), None, None, None, None)
 
 
 def _gradients(
@@ -82,16 +94,29 @@ def _gradients(
     if wants_bias and sketch.exact_bias:
         db = column_sums(G).to(grad.dtype)
     if wants_x or wants_weight or (wants_bias and db is None):
-        compact = sketch(G, weight, u)
+        remembers = ctx.memory is not None and isinstance(sketch, AmortisedSketch)
+        compact = ctx.memory.compact(sketch, G, weight, u) if remembers else sketch(G, weight, u)
         if wants_x:
             assert weight is not None
             dX = compact.input_grad(weight).view(ctx.input_shape)
         if wants_weight:
             assert x is not None
-            dW = compact.weight_grad(as_rows(x, ctx.stack))
+            X = as_rows(x, ctx.stack)
+            if not (ctx.accumulate and _accumulated(compact, X, weight)):
+                dW = compact.weight_grad(X)
         if wants_bias and db is None:
             db = compact.bias_grad()
     return dX, dW, db
+
+
+def _accumulated(compact: CompactGradient, X: Tensor, weight: Tensor | None) -> bool:
+    """Adds dW to ``weight.grad`` in place, if it can be."""
+    if weight is None or not weight.is_leaf or weight.grad is None:
+        return False
+    if not isinstance(compact, Columns) or weight.grad.dtype != X.dtype:
+        return False
+    compact.add_weight_grad_(X, weight.grad)
+    return True
 
 
 def as_rows(x: Tensor, stack: tuple[int, ...] = ()) -> Tensor:

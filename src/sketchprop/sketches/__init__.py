@@ -1,6 +1,8 @@
 """Every method of the paper, one small class each."""
 
-from .base import AtomSketch, ColumnSketch, RowSketch, Sketch
+from .amortised import AmortisedSketch, PlanMemory
+from .atoms import ColumnSketch, RowSketch
+from .base import AtomSketch, Sketch
 from .coordinate import L1, L2, Diagonal, Variance
 from .masks import ColumnMask, ElementMask, SampleMask
 from .spectral import GradientSVD, RankConstrained, SpectralSketch
@@ -8,12 +10,14 @@ from .spectral import GradientSVD, RankConstrained, SpectralSketch
 __all__ = [
     "L1",
     "L2",
+    "AmortisedSketch",
     "AtomSketch",
     "ColumnMask",
     "ColumnSketch",
     "Diagonal",
     "ElementMask",
     "GradientSVD",
+    "PlanMemory",
     "RankConstrained",
     "RowSketch",
     "SampleMask",

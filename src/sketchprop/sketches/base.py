@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._checks import check_budget, check_sampling
-from ..compact import Columns, CompactGradient, Rows, scaled, take_columns, take_rows
-from ..probabilities import water_fill
+from ..compact import CompactGradient
 from ..sampling import draw_uniforms, sample_independent, systematic
 
 
@@ -130,7 +129,7 @@ class Plan(NamedTuple):
     """What a sketch decides from G and W before it draws."""
 
     probabilities: Tensor
-    basis: tuple[Tensor, ...] = ()
+    basis: Any = None
 
 
 class AtomSketch(Sketch):
@@ -145,7 +144,10 @@ class AtomSketch(Sketch):
         """The atoms ``index[..., r]``, each times ``scale[..., r]``."""
 
     def compact(self, G: Tensor, W: Tensor | None, u: Tensor) -> CompactGradient:
-        plan = self.plan(G, W)
+        return self.follow(self.plan(G, W), G, u)
+
+    def follow(self, plan: Plan, G: Tensor, u: Tensor) -> CompactGradient:
+        """Ĝ for given uniforms and a given plan."""
         return self.keep(G, plan, *self.draw(plan.probabilities, u))
 
     def draw(self, p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,63 +170,6 @@ class AtomSketch(Sketch):
 
     def probabilities(self, G: Tensor, W: Tensor | None = None) -> Tensor:
         return self.plan(G, W).probabilities
-
-
-class ColumnSketch(AtomSketch):
-    """Atoms are the columns of G. A method is its ``weights(G, W)``: ``[..., n]``.
-
-    >>> @dataclass(frozen=True, repr=False)
-    ... class LInf(ColumnSketch):
-    ...     def weights(self, G, W):
-    ...         return G.abs().amax(-2).square()
-    """
-
-    @abstractmethod
-    def weights(self, G: Tensor, W: Tensor | None) -> Tensor:
-        """wᵢ for each column; zero only where the column is zero."""
-
-    def roots(self, G: Tensor, W: Tensor | None) -> Tensor:
-        """√wᵢ; to be overridden where it comes without a square."""
-        return self.weights(G, W).sqrt()
-
-    def fold(self, G: Tensor) -> Tensor:
-        """A matrix with the column weights of ``G: [B, n, L]``, a convolution's; here all of it.
-
-        Override it where a smaller one will do: then no transposed copy of G is made.
-        """
-        return G.mT.reshape(-1, G.shape[1])
-
-    def atom_count(self, B: int, n: int, d: int) -> int:
-        return n
-
-    def product_flops(self, B: int, n: int, d: int) -> float:
-        return 4 * B * self.rank(n) * d
-
-    def plan(self, G: Tensor, W: Tensor | None) -> Plan:
-        return Plan(water_fill(self.roots(G, W), self.rank(G.shape[-1])))
-
-    def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> Columns:
-        return Columns(index, scaled(take_columns(G, index), scale.unsqueeze(-2)), G.shape[-1])
-
-
-class RowSketch(AtomSketch):
-    """Atoms are the rows of G. A method is its ``weights(G, W)``: ``[..., B]``."""
-
-    @abstractmethod
-    def weights(self, G: Tensor, W: Tensor | None) -> Tensor:
-        """w_b for each row; zero only where the row is zero."""
-
-    def atom_count(self, B: int, n: int, d: int) -> int:
-        return B
-
-    def product_flops(self, B: int, n: int, d: int) -> float:
-        return 4 * self.rank(B) * n * d
-
-    def plan(self, G: Tensor, W: Tensor | None) -> Plan:
-        return Plan(water_fill(self.weights(G, W).sqrt(), self.rank(G.shape[-2])))
-
-    def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> Rows:
-        return Rows(index, scaled(take_rows(G, index), scale.unsqueeze(-1)), G.shape[-2])
 
 
 def _take(p: Tensor, index: Tensor) -> Tensor:

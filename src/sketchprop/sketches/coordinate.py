@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import channels, weights
 from .._checks import check_weight
-from .base import ColumnSketch
+from .atoms import ColumnSketch
 
 
 @dataclass(frozen=True, repr=False)

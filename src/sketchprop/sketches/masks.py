@@ -12,7 +12,8 @@ from .. import channels, weights
 from .._checks import check_weight, solve_dtype
 from ..compact import MaskedElements
 from ..sampling import sample_exact, sample_independent
-from .base import ColumnSketch, RowSketch, Sketch
+from .atoms import ColumnSketch, RowSketch
+from .base import Sketch
 
 
 @dataclass(frozen=True, repr=False)

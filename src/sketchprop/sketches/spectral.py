@@ -2,14 +2,16 @@
 
 Any orthonormal basis P that spans the columns of G gives atoms pᵢ(pᵢᵀG) that sum to G to machine
 precision, however inexact the eigen-solver was. So bases come from the Gram matrix of the shorter
-side, and unbiasedness needs no more than a positive probability for each atom.
+side, and unbiasedness needs no more than a positive probability for each atom. The same holds for
+a basis of the rows: G = Σ (G aᵢ) bᵢᵀ whenever Σ aᵢbᵢᵀ = I; it fits any G with n columns, so it is
+the one that may be remembered.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,34 +20,90 @@ from .. import weights
 from .._checks import check_weight, solve_dtype
 from ..compact import LowRank, scaled, take_columns
 from ..probabilities import water_fill
-from .base import AtomSketch, Plan
+from .amortised import AmortisedSketch
+from .base import Plan
 
 EIGEN_FLOPS = 9
 """FLOPs of a symmetric eigen-decomposition with vectors, over m³ (Golub & Van Loan, §8.3)."""
 
 
-class SpectralSketch(AtomSketch):
+class ColumnSpace(NamedTuple):
+    """G = Σ pᵢ (pᵢᵀ G), P orthonormal: ``[..., B, B]``."""
+
+    P: Tensor
+
+    def keep(self, G: Tensor, index: Tensor, scale: Tensor) -> LowRank:
+        left = take_columns(self.P, index).to(G.dtype)
+        return LowRank(scaled(left, scale), left.mT @ G)
+
+
+class RowSpace(NamedTuple):
+    """G = Σ (G aᵢ) bᵢᵀ with A Bᵀ = I: ``[..., n, n]`` each."""
+
+    A: Tensor
+    B: Tensor
+
+    def keep(self, G: Tensor, index: Tensor, scale: Tensor) -> LowRank:
+        left = G @ take_columns(self.A, index).to(G.dtype)
+        return LowRank(scaled(left, scale), take_columns(self.B, index).to(G.dtype).mT)
+
+
+class Factored(NamedTuple):
+    """G = Q R = Σ (Q uᵢ)(uᵢᵀ R), Q and U orthonormal: ``[..., B, n]`` and ``[..., n, n]``."""
+
+    U: Tensor
+    Q: Tensor
+    R: Tensor
+
+    def keep(self, G: Tensor, index: Tensor, scale: Tensor) -> LowRank:
+        kept = take_columns(self.U, index)
+        return LowRank(scaled(self.Q @ kept, scale).to(G.dtype), (kept.mT @ self.R).to(G.dtype))
+
+
+Basis = ColumnSpace | RowSpace | Factored
+
+
+@dataclass(frozen=True, repr=False)
+class SpectralSketch(AmortisedSketch):
     """Atoms are rank-one: Ĝ = Σ (1/pᵢ)·leftᵢ rightᵢᵀ over the kept directions."""
 
     @abstractmethod
-    def directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, Basis]:
         """Weights ``[..., min(B, n)]``, largest first, and the basis they belong to."""
 
+    @abstractmethod
+    def row_directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, RowSpace]:
+        """Weights ``[..., n]``, largest first, and a basis that fits any G with n columns."""
+
     def atom_count(self, B: int, n: int, d: int) -> int:
-        return min(B, n)
+        return n if self.partial else min(B, n)
+
+    def full_plan(self, G: Tensor, W: Tensor | None) -> Plan:
+        return self._plan(*self.directions(G.to(solve_dtype(G)), W))
+
+    def partial_plan(self, G: Tensor, W: Tensor | None) -> Plan:
+        return self._plan(*self.row_directions(G.to(solve_dtype(G)), W))
+
+    def _plan(self, w: Tensor, basis: Basis) -> Plan:
+        return Plan(water_fill(w.sqrt(), self.rank(w.shape[-1])), basis)
+
+    def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> LowRank:
+        basis: Basis = plan.basis
+        return basis.keep(G, index, scale.unsqueeze(-2))
 
     def product_flops(self, B: int, n: int, d: int) -> float:
         # dX = left (right W) and dW = rightᵀ (leftᵀ X).
-        return 4 * self.rank(min(B, n)) * d * (B + n)
+        return 4 * self.rank(self.atom_count(B, n, d)) * d * (B + n)
 
     def planning_flops(self, B: int, n: int, d: int) -> float:
-        m = min(B, n)
+        m = self.atom_count(B, n, d)
+        eigen = self.eigen_count() * EIGEN_FLOPS * m**3 / self.refresh_every
         solving = self._solving_flops(m, self.rank(m)) + self.rank(m) * B
-        return self.planning_product_flops(B, n, d) + EIGEN_FLOPS * m**3 + solving
+        return self.planning_product_flops(B, n, d) + eigen + solving
 
-    def plan(self, G: Tensor, W: Tensor | None) -> Plan:
-        w, basis = self.directions(G, W)
-        return Plan(water_fill(w.sqrt(), self.rank(w.shape[-1])), basis)
+    def eigen_count(self) -> int:
+        """How many eigen-decompositions a plan takes."""
+        return 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,30 +111,31 @@ class GradientSVD(SpectralSketch):
     """G-SV: p ∝ the singular values of G (``root=True``: ∝ their roots).
 
     The best unbiased rank-r approximation of G itself. Costs an eigen-decomposition of
-    min(B, n)³ and its Gram matrix each time.
+    min(B, n)³ and its Gram matrix each time; with ``refresh_every=k`` one of n³ every k steps.
     """
 
     _: KW_ONLY
     root: bool = False
 
-    def directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        A = G.to(solve_dtype(G))
-        w, basis = descending_eigen(A @ A.mT if G.shape[-2] <= G.shape[-1] else A.mT @ A)
-        w = positive(w)
-        return (w.sqrt() if self.root else w), (basis,)
+    def directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, Basis]:
+        if G.shape[-2] > G.shape[-1]:
+            return self.row_directions(G, W)
+        w, P = descending_eigen(G @ G.mT)
+        return self._weights(w), ColumnSpace(P)
 
-    def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> LowRank:
-        vectors = take_columns(plan.basis[0], index)
-        scale = scale.unsqueeze(-2)
-        if G.shape[-2] <= G.shape[-1]:
-            left = vectors.to(G.dtype)
-            return LowRank(scaled(left, scale), left.mT @ G)
-        right = vectors.to(G.dtype)
-        return LowRank(scaled(G @ right, scale), right.mT)
+    def row_directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, RowSpace]:
+        w, V = descending_eigen(G.mT @ G)
+        return self._weights(w), RowSpace(V, V)
+
+    def _weights(self, w: Tensor) -> Tensor:
+        w = positive(w)
+        return w.sqrt() if self.root else w
 
     def planning_product_flops(self, B: int, n: int, d: int) -> float:
-        m = min(B, n)
-        return 2 * m * B * n + 2 * self.rank(m) * B * n  # Gram matrix, one factor of Ĝ
+        m = self.atom_count(B, n, d)
+        factor = 2 * self.rank(m) * B * n
+        gram = 2 * m * n * (self.scored_rows(B) if m == n else B)
+        return gram / self.refresh_every + factor
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +144,9 @@ class RankConstrained(SpectralSketch):
 
     P are the left singular vectors of G·W̃ and p ∝ its singular values, with W̃W̃ᵀ = WWᵀ + αI: it
     minimises E‖(Ĝ - G)W‖² + α·E‖Ĝ - G‖² over all unbiased sketches of rank r, and no direction
-    of G is invisible. Costs G·W, as much as the exact dX, and an eigen-decomposition.
+    of G is invisible. Costs G·W, as much as the exact dX, and an eigen-decomposition; with
+    ``refresh_every=k`` two of n³ every k steps, in the paper's form Ĝ = G Γ^{-1/2} U D Uᵀ Γ^{1/2}
+    with a ridge on Γ.
     ``paper=True`` is α = 0, optimal for dX alone: where rank(G·W) < rank(G), as in every layer
     with n > d, the directions that W cannot see get p = 0 and dW is **biased**.
     """
@@ -95,42 +156,57 @@ class RankConstrained(SpectralSketch):
 
     needs_weight: ClassVar[bool] = True
 
-    def directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        A = G.to(solve_dtype(G))
-        V = check_weight(W, self).to(A.dtype)
-        outer: tuple[Tensor, ...] = ()
-        if G.shape[-2] > G.shape[-1]:
-            Q, A = torch.linalg.qr(A)  # G = QR: the same problem for the small square R
-            outer = (Q, A)
-        M = A @ V
+    def directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, Basis]:
+        V = check_weight(W, self).to(G.dtype)
+        if G.shape[-2] <= G.shape[-1]:
+            w, P = self._solve(G, V)
+            return w, ColumnSpace(P)
+        Q, R = torch.linalg.qr(G)  # the same problem for the small square R
+        w, U = self._solve(R, V)
+        return w, Factored(U, Q, R)
+
+    def row_directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, RowSpace]:
+        energies, V = descending_eigen(G.mT @ G)
+        # A ridge: the basis must also fit a later G, whose directions this one may not have.
+        top = energies.nan_to_num().amax(-1, keepdim=True)
+        ridge = torch.where(top > 0, RIDGE * top, 1.0)
+        roots = (energies.nan_to_num().clamp(min=0) + ridge).sqrt().unsqueeze(-2)
+        half, inverse = (V * roots) @ V.mT, (V / roots) @ V.mT
+        w, U = self._solve(half, check_weight(W, self).to(G.dtype))
+        return w + 0 * energies, RowSpace(inverse @ U, half @ U)
+
+    def _solve(self, A: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of A(WWᵀ + αI)Aᵀ."""
+        M = A @ W
         gram = M @ M.mT
         if self.paper:
-            w, basis = descending_eigen(gram)
+            w, P = descending_eigen(gram)
             noise = w[..., :1] * (w.shape[-1] * torch.finfo(w.dtype).eps)
-            return w.masked_fill(w <= noise, 0), (basis, *outer)
-        alpha = weights.FLOOR * weights.row_energies(V).mean(-1)[..., None, None]
-        w, basis = descending_eigen(gram + alpha * (A @ A.mT))
-        return positive(w), (basis, *outer)
+            return w.masked_fill(w <= noise, 0), P
+        alpha = weights.FLOOR * weights.row_energies(W).mean(-1)[..., None, None]
+        w, P = descending_eigen(gram + alpha * (A @ A.mT))
+        return positive(w), P
 
-    def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> LowRank:
-        vectors = take_columns(plan.basis[0], index)
-        scale = scale.unsqueeze(-2)
-        if len(plan.basis) == 1:
-            left = vectors.to(G.dtype)
-            return LowRank(scaled(left, scale), left.mT @ G)
-        _, Q, R = plan.basis
-        return LowRank(scaled(Q @ vectors, scale).to(G.dtype), (vectors.mT @ R).to(G.dtype))
+    def eigen_count(self) -> int:
+        return 2 if self.partial else 1
 
     def planning_flops(self, B: int, n: int, d: int) -> float:
-        qr = 4 * B * n * n if n < B else 0  # with Q formed
-        alpha = 0 if self.paper else 2 * n * d
+        qr = 4 * B * n * n if n < B and not self.partial else 0  # with Q formed
+        alpha = 0 if self.paper else 2 * n * d / self.refresh_every
         return super().planning_flops(B, n, d) + qr + alpha
 
     def planning_product_flops(self, B: int, n: int, d: int) -> float:
-        m = min(B, n)
-        gram = 2 * m * n * d + 2 * m * m * d + (0 if self.paper else 2 * m * m * n)
-        factors = B * n + (n * n if n < B else 0)
-        return gram + 2 * self.rank(m) * factors
+        m = self.atom_count(B, n, d)
+        inner = 2 * m * n * d + 2 * m * m * d + (0 if self.paper else 2 * m * m * n)
+        if not self.partial:
+            factors = B * n + (n * n if n < B else 0)
+            return inner + 2 * self.rank(m) * factors
+        gram = 2 * n * n * self.scored_rows(B) + 8 * n**3
+        return (inner + gram) / self.refresh_every + 2 * self.rank(m) * B * n
+
+
+RIDGE = 1e-3
+"""Added to the energies of a remembered Γ, as a share of the largest."""
 
 
 def descending_eigen(gram: Tensor) -> tuple[Tensor, Tensor]:
