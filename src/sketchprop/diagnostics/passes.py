@@ -227,13 +227,21 @@ def scalar_loss(loss_fn: Loss, model: nn.Module, batch: Any) -> Tensor:
 
 
 def squared_distance(a: list[Tensor], b: list[Tensor]) -> float:
-    """‖a - b‖², accumulated in float64 where the device has it."""
-    return sum(squared_norm(x - y) for x, y in zip(a, b, strict=True))
+    """‖a - b‖², accumulated in float64 where the device has it; waits once for each device."""
+    totals: dict[torch.device, Tensor] = {}
+    for x, y in zip(a, b, strict=True):
+        part = _square_sum(x - y)
+        totals[x.device] = part + totals[x.device] if x.device in totals else part
+    return sum(float(total) for total in totals.values())
 
 
 def squared_norm(x: Tensor) -> float:
-    wide = torch.float32 if x.device.type == "mps" else torch.float64
-    return float(x.to(wide).square().sum())
+    """‖x‖², accumulated in float64 where the device has it."""
+    return float(_square_sum(x))
+
+
+def _square_sum(x: Tensor) -> Tensor:
+    return x.to(torch.float32 if x.device.type == "mps" else torch.float64).square().sum()
 
 
 def _nothing_sketched(model: nn.Module) -> str:

@@ -55,7 +55,8 @@ def restored(model: nn.Module) -> Iterator[Buffers]:
             for module, training in flags:
                 module.training = training
             for module, kind, state in classes:
-                module.__class__ = kind
+                if type(module) is not kind:
+                    module.__class__ = kind
                 for key in _SKETCH_STATE:
                     module.__dict__.pop(key, None)
                 module.__dict__.update(state)
