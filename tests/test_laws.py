@@ -324,6 +324,19 @@ def test_every_atom_that_is_not_zero_has_a_positive_probability(variant, dtype):
             torch.testing.assert_close(rebuilt, G, rtol=0, atol=50 * eps * float(G.abs().max()))
 
 
+@pytest.mark.parametrize("variant", SKETCHES + PAPER, ids=str)
+def test_roots_are_the_roots_of_the_weights(variant):
+    sketch = variant(2)
+    if isinstance(sketch, sp.ColumnSketch):
+        for case in CASES.values():
+            weights = sketch.weights(case.G, case.W)
+            torch.testing.assert_close(sketch.roots(case.G, case.W), weights.sqrt())
+            assert torch.equal(
+                sketch.probabilities(case.G, case.W) > 0,
+                sp.optimal_probabilities(weights, sketch.rank(weights.numel())) > 0,
+            )
+
+
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
 @pytest.mark.parametrize("variant", ATOMS, ids=str)
 def test_probabilities_do_not_depend_on_the_scale_of_the_gradient(variant, scale):
