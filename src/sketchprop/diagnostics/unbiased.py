@@ -182,8 +182,13 @@ def check_unbiased(
     standard errors; the limit allows one false alarm in a million checks, as long as every atom
     is drawn often: atoms of probability p need many times 1/p ``draws``.
 
-    >>> print(check_unbiased(L1(0.3)))
-    >>> print(check_unbiased(model, lambda: loss_fn(model(x), y)))
+    >>> from sketchprop import L1, sketch_
+    >>> check_unbiased(L1(0.3)).ok
+    True
+    >>> model = sketch_(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), L1(0.5))
+    >>> x = torch.ones(3, 4)
+    >>> check_unbiased(model, lambda: model(x).square().mean(), draws=100).ok
+    True
     """
     if isinstance(subject, nn.Module):
         return _check_model(subject, loss, draws or 500, seed)
