@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sketchprop.stopwatch import cpu_name
+
 PINNED = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
@@ -86,7 +88,7 @@ def restart_pinned(allocator: str) -> None:
 def machine(allocator: str) -> dict[str, object]:
     """What a result depends on."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "allocator": allocator,
@@ -94,11 +96,3 @@ def machine(allocator: str) -> dict[str, object]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.processor()

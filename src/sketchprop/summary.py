@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ._table import table
+from .faster import Judge
 from .modules import BUILT_IN, SketchedModule, sketched_class
 from .sketches import Sketch
 from .transform import refusal
@@ -103,7 +104,8 @@ def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: i
         whole if sketch.keeps_all(rows, n, d) else sketch.flops(rows, n, d)
         for whole, (n, d) in zip(exact, matrices, strict=True)
     )
-    return LayerSummary(name, kind, shape, sketch, kept, flops / max(1, sum(exact)), "")
+    note = module.judge.describe() if isinstance(module.judge, Judge) else ""
+    return LayerSummary(name, kind, shape, sketch, kept, flops / max(1, sum(exact)), note)
 
 
 def _shape(module: nn.Module) -> tuple[int, ...] | None:

@@ -10,9 +10,10 @@ from typing import TypeVar
 
 from torch import nn
 
+from .faster import Judge
 from .modules import BUILT_IN, SketchedModule, sketched_class
 from .select import Layers, Predicate, Selector, as_selector, everything, last, sketchable_layers
-from .sketches import Sketch
+from .sketches import AmortisedSketch, PlanMemory, Sketch
 
 Filter = Selector | Predicate
 Model = TypeVar("Model", bound=nn.Module)
@@ -22,6 +23,9 @@ def sketch_(
     model: Model,
     sketch: Sketch | Mapping[str, Sketch | None],
     filter_fn: Filter | None = None,
+    *,
+    where: str = "always",
+    accumulate: bool = False,
 ) -> Model:
     """Gives layers of ``model`` a sketched backward, in place, and returns the model.
 
@@ -31,6 +35,12 @@ def sketch_(
     ``(module, name) -> bool``; by default ``~select.last``, every layer but the last linear one
     (with a mapping: every layer that a pattern matches). A layer that is sketched already gets
     the new sketch; one that is not taken stays as it is, and ``summary`` says why.
+
+    ``where="faster"``: each layer times exact against sketched on its real shapes in the first
+    steps and keeps the faster; the decisions are remembered in a file (``faster.cache_file``) and
+    shown by ``summary``. ``where="always"`` sketches every layer that was taken.
+    ``accumulate``: linear layers add the kept rows of dW to an existing ``.grad`` in place; for
+    plain loops with ``zero_grad(set_to_none=False)``, see ``sketched_linear``.
 
     Taken are linear layers, convolutions (with a kernel only by column sketches such as L1),
     ``nn.MultiheadAttention``, transformers' ``Conv1D`` and layers made ``sketchable``.
@@ -43,6 +53,8 @@ def sketch_(
     >>> sketch_(model, {"0": L1(0.1), "2": L1(0.25)})[2]
     SketchedLinear(in_features=256, out_features=10, bias=True, sketch=L1(0.25))
     """
+    if where not in ("always", "faster"):
+        raise ValueError(f"where={where!r} is unknown; use where='always' or where='faster'")
     layers = sketchable_layers(model)
     chosen: dict[str, Sketch | None]
     if isinstance(sketch, Mapping):
@@ -65,7 +77,7 @@ def sketch_(
         if s is None:
             _restore(layers[name])
         else:
-            _turn(layers[name], s)
+            _turn(layers[name], s, Judge() if where == "faster" else None, accumulate)
     return model
 
 
@@ -97,11 +109,22 @@ def exact(model: nn.Module) -> Iterator[None]:
             m.exact = was
 
 
-def _turn(module: nn.Module, sketch: Sketch) -> None:
+def _turn(module: nn.Module, sketch: Sketch, judge: Judge | None, accumulate: bool) -> None:
     if not isinstance(module, SketchedModule):
         module.__class__ = sketched_class(type(module))  # type: ignore[assignment]
-        module.exact = False  # type: ignore[assignment]
-    module.sketch = sketch  # type: ignore[assignment]
+        module.__dict__["exact"] = False
+    remembers = isinstance(sketch, AmortisedSketch) and sketch.refresh_every > 1
+    entries = {
+        "judge": judge,
+        "memory": PlanMemory() if remembers else None,
+        "accumulate": accumulate or None,
+    }
+    module.__dict__["sketch"] = sketch
+    for name, value in entries.items():
+        # An entry only where it differs from the class's: most layers have none.
+        module.__dict__.pop(name, None)
+        if value is not None:
+            module.__dict__[name] = value
 
 
 def _restore(module: nn.Module) -> None:
@@ -114,7 +137,8 @@ def _restore(module: nn.Module) -> None:
             "(model):`, or unsketch_ the model before"
         )
     module.__class__ = module.plain  # type: ignore[assignment]
-    del module.sketch, module.exact
+    for name in ("sketch", "exact", "judge", "memory", "accumulate"):
+        module.__dict__.pop(name, None)
 
 
 def refusal(layer: nn.Module, sketch: Sketch) -> str:

@@ -74,7 +74,8 @@ def diagonal(G: Tensor, W: Tensor, floor: float = FLOOR) -> Tensor:
 
 def row_energies(W: Tensor) -> Tensor:
     """‖Wᵢ‖² for each row, without a temporary of the size of W."""
-    return torch.linalg.vector_norm(W, dim=-1, dtype=solve_dtype(W)).square()
+    norms: Tensor = torch.linalg.vector_norm(W, dim=-1, dtype=solve_dtype(W))
+    return norms.square()
 
 
 def column_sums(G: Tensor) -> Tensor:

@@ -36,7 +36,11 @@ class SketchedMultiheadAttention(SketchedModule, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         batched = query.dim() == 3
-        if not (self.sketching() and _fits(query, key, value) and self._drops(query, key, value)):
+        if not (
+            _fits(query, key, value)
+            and self._drops(query, key, value)
+            and self.sketching(query, key, value)
+        ):
             return super().forward(
                 query,
                 key,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..sketches import Sketch
+from ..sketches import PlanMemory, Sketch
 
 
 class SketchedModule:
-    """Mixed into a layer's class by ``sketch_``; the layer's ``__dict__`` gains two entries."""
+    """Mixed into a layer's class by ``sketch_``; its entries leave the ``__dict__`` with it."""
 
     plain: ClassVar[type[nn.Module]]
     """The class that this one stands in for."""
@@ -19,12 +20,20 @@ class SketchedModule:
     sketch: Sketch
     exact: bool
     """True while ``sketchprop.exact`` is in force."""
+    judge: Callable[[SketchedModule, Sequence[Any]], bool] | None = None
+    """Asked in each forward pass whether to sketch (``where="faster"``); ``None``: always."""
+    memory: PlanMemory | None = None
+    """The plan of a sketch with ``refresh_every`` above 1."""
+    accumulate: bool = False
+    """Whether kept rows of dW are added to an existing ``.grad`` in place."""
 
     training: bool
 
-    def sketching(self) -> bool:
-        """Whether this forward pass records a sketched backward."""
-        return self.training and not self.exact and torch.is_grad_enabled()
+    def sketching(self, *inputs: Any) -> bool:
+        """Whether this forward pass, on ``inputs``, records a sketched backward."""
+        if not self.training or self.exact or not torch.is_grad_enabled():
+            return False
+        return self.judge is None or len(inputs) == 0 or self.judge(self, inputs)
 
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]

@@ -23,9 +23,9 @@ class SketchedConv1D(SketchedModule, Conv1D):
     bias: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.sketching():
+        if not self.sketching(x):
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
-        return sketched_linear(x, self.weight.mT, self.bias, self.sketch)
+        return sketched_linear(x, self.weight.mT, self.bias, self.sketch, memory=self.memory)
 
     def __repr__(self) -> str:
         return f"SketchedConv1D(nf={self.nf}, nx={self.nx}, sketch={self.sketch!r})"

@@ -14,6 +14,13 @@ class SketchedLinear(SketchedModule, nn.Linear):
     plain = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.sketching():
+        if not self.sketching(input):
             return super().forward(input)
-        return sketched_linear(input, self.weight, self.bias, self.sketch)
+        return sketched_linear(
+            input,
+            self.weight,
+            self.bias,
+            self.sketch,
+            memory=self.memory,
+            accumulate=self.accumulate,
+        )
