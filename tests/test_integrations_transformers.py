@@ -24,7 +24,6 @@ from transformers import (
 
 import sketchprop as sp
 from sketchprop.integrations.transformers import SketchCallback, added_variance
-from sketchprop.schedule import Ladder
 from stack_helpers import Z_LIMIT, equal, gradients, largest_z
 
 VOCABULARY, LENGTH = 40, 8
@@ -106,7 +105,7 @@ def test_stopped_and_resumed_it_is_the_run_that_was_not(build, tmp_path: Path) -
     """Dropout, accumulation, a shuffled sampler and a ladder that steps around the stop."""
 
     def callbacks() -> list[TrainerCallback]:
-        ladder = Ladder({0: 1.0, 2: 0.5, 5: 0.25})
+        ladder = sp.Ladder({0: 1.0, 2: 0.5, 5: 0.25})
         return [SketchCallback(sp.L1(0.9), schedule=ladder, log_every=1)]
 
     options = {"gradient_accumulation_steps": 2}
@@ -139,7 +138,7 @@ def test_stopped_and_resumed_it_is_the_run_that_was_not(build, tmp_path: Path) -
 def test_without_the_schedule_in_place_a_resumed_run_would_differ(tmp_path: Path) -> None:
     """The comparison above has power: other budgets, or another random state, show."""
     runs = []
-    for schedule in (Ladder({0: 0.5}), Ladder({0: 0.5, 7: 0.25})):
+    for schedule in (sp.Ladder({0: 0.5}), sp.Ladder({0: 0.5, 7: 0.25})):
         model = bert()
         callback = SketchCallback(sp.L1(0.5), schedule=schedule)
         trainer(model, tmp_path / repr(schedule), [callback]).train()
@@ -156,7 +155,7 @@ def test_logs_hold_budget_kept_flops_and_metrics(tmp_path: Path) -> None:
     halves = [{k: v[s] for k, v in batch.items()} for s in (slice(0, 4), slice(4, 8))]
     metrics = added_variance(lambda model, b: model(**b).loss, halves, draws=2)
     measured, unmeasured = bert(), bert()
-    schedule = Ladder({0: 1.0, 4: 0.25})
+    schedule = sp.Ladder({0: 1.0, 4: 0.25})
     callback = SketchCallback(
         sp.L1(0.25), schedule=schedule, metrics=metrics, rows=4 * LENGTH, log_every=2
     )
@@ -228,7 +227,7 @@ def test_a_filter_and_a_model_sketched_by_hand(tmp_path: Path) -> None:
     trainer(model, tmp_path / "filter", [callback], max_steps=1).train()
     names = [name for name, m in model.named_modules() if isinstance(m, sp.SketchedLinear)]
     assert names == [f"bert.encoder.layer.{i}.intermediate.dense" for i in range(2)]
-    by_hand = SketchCallback(None, schedule=Ladder({0: 0.125}))
+    by_hand = SketchCallback(None, schedule=sp.Ladder({0: 0.125}))
     trainer(model, tmp_path / "hand", [by_hand], max_steps=1).train()
     assert model.get_submodule(names[0]).sketch == sp.L1(0.125)
 
@@ -241,7 +240,7 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="give a sketch with it"):
         SketchCallback(None, filter_fn=lambda module, name: True)
     with pytest.raises(ValueError, match="no sketched layer"):
-        trainer(bert(), tmp_path, [SketchCallback(None, schedule=Ladder({0: 0.5}))]).train()
+        trainer(bert(), tmp_path, [SketchCallback(None, schedule=sp.Ladder({0: 0.5}))]).train()
 
 
 @pytest.mark.parametrize("package", ["transformers", "lightning"])

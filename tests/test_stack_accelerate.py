@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sketchprop as sp
 from stack_helpers import Z_LIMIT, batch, equal, gradients, largest_z, net
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    """Accelerator's settings are global to a process, and other tests make Accelerators too."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def run(model: nn.Module, sketch_after: sp.Sketch | None = None) -> list[Tensor]:

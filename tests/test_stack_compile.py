@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sketchprop as sp
-from sketchprop.schedule import set_budget_
 from stack_helpers import SKETCHES, Z_LIMIT, batch, equal, gradients, largest_z, net
 
 
@@ -112,7 +111,7 @@ def test_a_ladder_compiles_each_rung_and_no_more() -> None:
     x, y = batch()
     fast, counter = compiled(model, "aot_eager")
     for rung, budget in enumerate([1.0, 8, 4]):
-        set_budget_(model, budget)
+        sp.set_budget_(model, budget)
         for step in range(2):
             got = gradients(model.parameters(), lambda: F.cross_entropy(fast(x), y), step)
             eager = gradients(model.parameters(), lambda: F.cross_entropy(model(x), y), step)
@@ -122,7 +121,7 @@ def test_a_ladder_compiles_each_rung_and_no_more() -> None:
         assert counter.frame_count == count, f"recompiled within rung {rung}"
     count = counter.frame_count
     for budget in (8, 4, 8):
-        set_budget_(model, budget)
+        sp.set_budget_(model, budget)
         gradients(model.parameters(), lambda: F.cross_entropy(fast(x), y), 0)
     assert counter.frame_count == count, "a rung that was compiled before compiled again"
 

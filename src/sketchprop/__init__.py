@@ -15,6 +15,7 @@ from .modules import SketchedLinear, SketchedModule, sketchable
 from .ops import gate, sketched_conv, sketched_linear
 from .probabilities import optimal_probabilities
 from .sampling import sample_exact, sample_independent
+from .schedule import Ladder, set_budget_
 from .sketches import (
     L1,
     L2,
@@ -42,6 +43,7 @@ __all__ = [
     "Diagonal",
     "ElementMask",
     "GradientSVD",
+    "Ladder",
     "LowRank",
     "Monitor",
     "RankConstrained",
@@ -62,6 +64,7 @@ __all__ = [
     "sample_exact",
     "sample_independent",
     "select",
+    "set_budget_",
     "sketch_",
     "sketchable",
     "sketched_conv",

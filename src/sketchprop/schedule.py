@@ -68,7 +68,7 @@ def set_budget_(model: Model, budget: float | int) -> Model:
     The rest of each layer's sketch stays. Call it between steps: under activation checkpointing
     a forward pass is replayed in backward, and both must see the same budget.
 
-    >>> set_budget_(model, 0.5)
+        set_budget_(model, 0.5)
     """
     budget = check_budget(budget)
     layers = [m for m in model.modules() if isinstance(m, SketchedModule)]

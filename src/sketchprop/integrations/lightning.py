@@ -14,7 +14,7 @@ from torch import nn
 from ..schedule import Schedule
 from ..sketches import Sketch
 from ..transform import Filter
-from ._plan import Metrics, Plan, added_variance, check_log_every
+from ._routine import Metrics, Routine, added_variance, check_log_every
 
 __all__ = ["SketchCallback", "added_variance"]
 
@@ -51,7 +51,7 @@ class SketchCallback(*_bases()):  # type: ignore[misc]
     the end of an epoch is bitwise the run that was not stopped. With several processes each
     starts from its own seed, as without the callback.
 
-    >>> Trainer(callbacks=[SketchCallback(L1(0.1), schedule=Ladder({0: 1.0, 500: 0.1}))])
+        Trainer(callbacks=[SketchCallback(L1(0.1), schedule=Ladder({0: 1.0, 500: 0.1}))])
     """
 
     def __init__(
@@ -66,16 +66,15 @@ class SketchCallback(*_bases()):  # type: ignore[misc]
         unsketch: bool = False,
     ) -> None:
         check_log_every(log_every)
-        self.plan = Plan(sketch, filter_fn, schedule, metrics, rows, unsketch)
+        self.routine = Routine(sketch, filter_fn, schedule, metrics, rows, unsketch)
         self.log_every = log_every
         self._logged_step = -1
         self._resumed: dict[str, Any] = {}
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        self.plan.begin(pl_module, trainer.global_step)
-
-    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        # A checkpoint holds the state of the first process only.
+        # Steps are restored after this hook; each batch sets its own budget.
+        self.routine.begin(pl_module, trainer.global_step)
+        # Before the loaders draw their order. A checkpoint holds the first process's state only.
         if self._resumed and trainer.world_size == 1:
             torch.set_rng_state(self._resumed["cpu"])
             if len(self._resumed["cuda"]) == torch.cuda.device_count():
@@ -83,7 +82,7 @@ class SketchCallback(*_bases()):  # type: ignore[misc]
         self._resumed = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, *args: Any) -> None:
-        self.plan.follow(pl_module, trainer.global_step)
+        self.routine.follow(pl_module, trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *args: Any) -> None:
         step = trainer.global_step
@@ -92,23 +91,26 @@ class SketchCallback(*_bases()):  # type: ignore[misc]
         if not every or step % every or step == self._logged_step:
             return
         self._logged_step = step
-        values = self.plan.values(pl_module)
+        values = self.routine.values(pl_module)
         trainer.callback_metrics.update({k: torch.tensor(v) for k, v in values.items()})
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        self.plan.end(pl_module)
+        self.routine.end(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        return {"plan": str(self.plan), "random": {"cpu": torch.get_rng_state(), "cuda": cuda}}
+        return {
+            "routine": str(self.routine),
+            "random": {"cpu": torch.get_rng_state(), "cuda": cuda},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["plan"] != str(self.plan):
+        if state_dict["routine"] != str(self.routine):
             warnings.warn(
-                f"the checkpoint was trained with {state_dict['plan']}; it goes on with "
-                f"{self.plan}",
+                f"the checkpoint was trained with {state_dict['routine']}; it goes on with "
+                f"{self.routine}",
                 stacklevel=2,
             )
         self._resumed = state_dict["random"]

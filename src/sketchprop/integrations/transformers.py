@@ -8,7 +8,7 @@ from typing import Any
 from ..schedule import Schedule
 from ..sketches import Sketch
 from ..transform import Filter
-from ._plan import Metrics, Plan, added_variance, check_log_every
+from ._routine import Metrics, Routine, added_variance, check_log_every
 
 try:
     from transformers import TrainerCallback
@@ -39,8 +39,8 @@ class SketchCallback(TrainerCallback):
     (TensorBoard, ...) are called before callbacks that are given to ``Trainer``; to let one see
     them, move it behind: ``trainer.add_callback(trainer.pop_callback(TensorBoardCallback))``.
 
-    >>> Trainer(model, args, callbacks=[SketchCallback(L1(0.1))])
-    >>> SketchCallback(L1(0.1), schedule=Ladder({0: 1.0, 500: 0.3, 2000: 0.1}))
+        Trainer(model, args, callbacks=[SketchCallback(L1(0.1))])
+        SketchCallback(L1(0.1), schedule=Ladder({0: 1.0, 500: 0.3, 2000: 0.1}))
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class SketchCallback(TrainerCallback):
         unsketch: bool = False,
     ) -> None:
         check_log_every(log_every)
-        self.plan = Plan(sketch, filter_fn, schedule, metrics, rows, unsketch)
+        self.routine = Routine(sketch, filter_fn, schedule, metrics, rows, unsketch)
         self.log_every = log_every
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.plan.begin(kwargs["model"], state.global_step)
+        self.routine.begin(kwargs["model"], state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.plan.follow(kwargs["model"], state.global_step)
+        self.routine.follow(kwargs["model"], state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.log_every is not None and state.global_step % self.log_every == 0:
@@ -74,9 +74,9 @@ class SketchCallback(TrainerCallback):
         if logs is None or "loss" not in logs:
             return
         if self.log_every is None or state.global_step % self.log_every == 0:
-            values = self.plan.values(kwargs["model"])
+            values = self.routine.values(kwargs["model"])
             logs.update(values)
             state.log_history[-1].update(values)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.plan.end(kwargs["model"])
+        self.routine.end(kwargs["model"])

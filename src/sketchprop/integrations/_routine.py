@@ -20,7 +20,7 @@ Metrics = Callable[[nn.Module], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Routine:
     """What to do to a model while it trains: a function of the step, so it holds no state."""
 
     sketch: Sketch | Mapping[str, Sketch | None] | None
@@ -97,7 +97,7 @@ def added_variance(loss_fn: Loss, batches: Sequence[Any], draws: int = 4) -> Met
 
     Costs ``draws + 1`` steps for each batch and leaves gradients and random state alone.
 
-    >>> SketchCallback(L1(0.1), log_every=500, metrics=added_variance(loss_fn, batches))
+        SketchCallback(L1(0.1), log_every=500, metrics=added_variance(loss_fn, batches))
     """
     batches = list(batches)
 

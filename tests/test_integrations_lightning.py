@@ -1,0 +1,173 @@
+"""Lightning's Trainer with the callback: budget 1.0, resume, schedule, logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as new_name
+import pytest
+import pytorch_lightning as old_name
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import sketchprop as sp
+from sketchprop.integrations.lightning import SketchCallback, added_variance
+from stack_helpers import Z_LIMIT, batch, equal, gradients, largest_z, net
+
+BOTH_NAMES = pytest.mark.parametrize("pl", [new_name, old_name], ids=lambda m: m.__name__)
+
+
+def module(pl: Any = new_name, dropout: float = 0.2) -> nn.Module:
+    class Classifier(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net(dropout)
+            self.budgets: list[float | int | None] = []
+
+        def training_step(self, data: list[Tensor], index: int) -> Tensor:
+            self.budgets.append(getattr(getattr(self.net[0], "sketch", None), "budget", None))
+            x, y = data
+            return F.cross_entropy(self.net(x), y)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    return Classifier()
+
+
+def fit(
+    model: nn.Module,
+    folder: Path,
+    callbacks: list[Any],
+    pl: Any = new_name,
+    seed: int = 5,
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> Any:
+    settings: dict[str, Any] = {
+        "max_epochs": 4,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        "default_root_dir": str(folder),
+    }
+    trainer = pl.Trainer(callbacks=callbacks, **{**settings, **options})
+    loader = DataLoader(TensorDataset(*batch(rows=24)), batch_size=8, shuffle=True)
+    torch.manual_seed(seed)
+    trainer.fit(model, loader, ckpt_path=ckpt_path)
+    return trainer
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [p.detach() for p in model.parameters()]
+
+
+@BOTH_NAMES
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_budget_one_trains_bitwise_like_the_plain_trainer(pl, precision: str, tmp_path) -> None:
+    plain, sketched = module(pl), module(pl)
+    fit(plain, tmp_path, [], pl, precision=precision)
+    fit(sketched, tmp_path, [SketchCallback(sp.L1(1.0))], pl, precision=precision)
+    assert isinstance(sketched.net[0], sp.SketchedLinear)
+    assert type(sketched.net[5]) is nn.Linear
+    assert equal(parameters(plain), parameters(sketched))
+    assert not equal(parameters(plain), parameters(module(pl)))
+
+
+def test_stopped_and_resumed_it_is_the_run_that_was_not(tmp_path: Path) -> None:
+    """Shuffled data and dropout: the callback keeps the random state, which Lightning does not."""
+
+    def callbacks() -> list[Any]:
+        ladder = sp.Ladder({0: 1.0, 4: 0.5, 8: 0.25})
+        return [
+            SketchCallback(sp.L1(0.9), schedule=ladder),
+            ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1),
+        ]
+
+    whole, resumed, without = module(), module(), module()
+    fit(whole, tmp_path, callbacks())
+    saved = tmp_path / "saved" / "epoch=1.ckpt"
+    fit(resumed, tmp_path, callbacks(), seed=999, ckpt_path=saved)
+    assert equal(parameters(whole), parameters(resumed))
+    assert resumed.budgets == whole.budgets[6:] == [0.5, 0.5, *[0.25] * 4]
+    # The random state is what does it: another one gives another run.
+    checkpoint = torch.load(saved, weights_only=True)
+    (key,) = [k for k in checkpoint["callbacks"] if "SketchCallback" in k]
+    generator = torch.Generator().manual_seed(77)
+    checkpoint["callbacks"][key]["random"]["cpu"] = generator.get_state()
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    fit(without, tmp_path, callbacks(), ckpt_path=tmp_path / "other.ckpt")
+    assert not equal(parameters(whole), parameters(without))
+
+
+def test_another_sketch_on_resume_is_said(tmp_path: Path) -> None:
+    saving = [SketchCallback(sp.L1(0.5)), ModelCheckpoint(tmp_path, filename="{epoch}")]
+    fit(module(), tmp_path, saving, max_epochs=1)
+    with pytest.warns(UserWarning, match=r"trained with sketch=L1\(0.5\).*sketch=L2\(0.5\)"):
+        fit(module(), tmp_path, [SketchCallback(sp.L2(0.5))], ckpt_path=tmp_path / "epoch=0.ckpt")
+
+
+def test_the_ladder_counts_optimizer_steps(tmp_path: Path) -> None:
+    model = module()
+    callback = SketchCallback(sp.L1(0.5), schedule=sp.Ladder({0: 1.0, 2: 8, 4: 0.25}))
+    fit(model, tmp_path, [callback], accumulate_grad_batches=2, max_epochs=3)
+    # Three batches an epoch: two steps of two and one batches.
+    assert model.budgets == [1.0, 1.0, 1.0, 8, 8, 8, 0.25, 0.25, 0.25]
+
+
+def test_logs_hold_budget_kept_flops_and_metrics(tmp_path: Path) -> None:
+    loss = lambda model, data: F.cross_entropy(model.net(data[0]), data[1])  # noqa: E731
+    metrics = added_variance(loss, [batch(8, seed) for seed in (1, 2)], draws=2)
+    schedule = sp.Ladder({0: 1.0, 7: 0.25})
+    measured, unmeasured = module(), module()
+    loud = SketchCallback(sp.L1(0.25), schedule=schedule, metrics=metrics, log_every=3, rows=8)
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    trainer = fit(measured, tmp_path, [loud], logger=logger)
+    logger.save()
+    logged = _read(logger)
+    assert [float(m["sketch_budget"]) for m in logged] == [1.0, 1.0, 0.25, 0.25]
+    assert [int(m["step"]) for m in logged] == [3, 6, 9, 12]
+    assert float(logged[0]["sketch_kept_flops"]) == 1.0
+    assert 0.25 < float(logged[-1]["sketch_kept_flops"]) < 0.9
+    assert float(logged[0]["sketch_added_variance"]) == 0.0
+    assert float(logged[-1]["sketch_added_variance"]) > 0.0
+    assert float(trainer.callback_metrics["sketch_budget"]) == 0.25
+    # Measuring leaves the run alone.
+    fit(unmeasured, tmp_path, [SketchCallback(sp.L1(0.25), schedule=schedule)])
+    assert equal(parameters(measured), parameters(unmeasured))
+
+
+def _read(logger: CSVLogger) -> list[dict[str, str]]:
+    lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    rows = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
+    return [row for row in rows if row.get("sketch_budget")]
+
+
+def test_the_mean_is_the_exact_gradient(tmp_path: Path) -> None:
+    """z ≤ 5 over 300 draws, on the model as the trainer left it."""
+    model = module(dropout=0.0)
+    fit(model, tmp_path, [SketchCallback(sp.L1(0.3))], max_epochs=1)
+    model.train()
+    x, y = batch()
+
+    def draw(k: int) -> list[Tensor]:
+        return gradients(model.parameters(), lambda: F.cross_entropy(model.net(x), y), k)
+
+    with sp.exact(model):
+        truth = draw(0)
+    assert not equal(truth, draw(0))
+    assert largest_z(truth, draw, 300) <= Z_LIMIT
+
+
+def test_unsketch_gives_the_classes_back(tmp_path: Path) -> None:
+    model = module()
+    fit(model, tmp_path, [SketchCallback(sp.L1(0.3), unsketch=True)], max_epochs=1)
+    assert model.budgets == [0.3] * 3
+    assert [type(m) for m in model.net] == [type(m) for m in net()]
