@@ -135,8 +135,8 @@ def test_stopped_and_resumed_it_is_the_run_that_was_not(build, tmp_path: Path) -
     assert [e["sketch_budget"] for e in history(resumed)] == [1.0, 1.0, 0.5, 0.5, 0.5, *[0.25] * 3]
 
 
-def test_without_the_schedule_in_place_a_resumed_run_would_differ(tmp_path: Path) -> None:
-    """The comparison above has power: other budgets, or another random state, show."""
+def test_a_budget_that_differs_in_the_last_step_shows(tmp_path: Path) -> None:
+    """So the bitwise comparison above would notice a schedule that lost its place."""
     runs = []
     for schedule in (sp.Ladder({0: 0.5}), sp.Ladder({0: 0.5, 7: 0.25})):
         model = bert()
