@@ -61,7 +61,9 @@ def systematic(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
     # must not reach 1 itself: a sure atom at the beginning would be missed. |ε| ~ 1e-15 n.
     excess = sums[..., -1:] - rank
     step = grid * torch.finfo(sums.dtype).eps
-    u = u.to(sums.dtype).clamp(excess, excess.clamp(max=0) + (1 - step))
+    u = (u if u.dtype == sums.dtype else u.to(sums.dtype)).clamp(
+        excess, excess.clamp(max=0) + (1 - step)
+    )
     points = torch.arange(grid, grid + rank, dtype=sums.dtype, device=sums.device)
     points = (points + u).sub_(grid)
     # The clamp only matters for NaN probabilities: they must not index out of range.

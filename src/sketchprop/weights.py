@@ -98,7 +98,7 @@ def _reduce_rows(G: Tensor, f: Callable[..., Tensor]) -> Tensor:
     """
     dtype = solve_dtype(G)
     if not _is_large(G):
-        return f(G.to(dtype)).sum(-2)
+        return f(G if G.dtype == dtype else G.to(dtype)).sum(-2)
     rows = max(1, _CHUNK_BYTES // (G.shape[1] * dtype.itemsize))
     total = torch.zeros(G.shape[1], dtype=dtype, device=G.device)
     buffer = torch.empty(rows, G.shape[1], dtype=dtype, device=G.device)
@@ -112,6 +112,6 @@ def _reduce_rows(G: Tensor, f: Callable[..., Tensor]) -> Tensor:
 
 def _is_large(G: Tensor) -> bool:
     """Whether G is one matrix that does not stay in the caches of a CPU."""
-    if G.dim() != 2 or G.device.type != "cpu" or torch.compiler.is_compiling():
+    if G.dim() != 2 or G.numel() * solve_dtype(G).itemsize < _LARGE_BYTES:
         return False
-    return G.numel() * solve_dtype(G).itemsize >= _LARGE_BYTES
+    return G.device.type == "cpu" and not torch.compiler.is_compiling()

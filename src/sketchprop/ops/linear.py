@@ -92,13 +92,15 @@ def _gradients(
     G = as_rows(grad, ctx.stack)
     dX = dW = db = None
     if wants_bias and sketch.exact_bias:
-        db = column_sums(G).to(grad.dtype)
+        db = column_sums(G)
+        db = db if db.dtype == grad.dtype else db.to(grad.dtype)
     if wants_x or wants_weight or (wants_bias and db is None):
         remembers = ctx.memory is not None and isinstance(sketch, AmortisedSketch)
         compact = ctx.memory.compact(sketch, G, weight, u) if remembers else sketch(G, weight, u)
         if wants_x:
             assert weight is not None
-            dX = compact.input_grad(weight).view(ctx.input_shape)
+            dX = compact.input_grad(weight)
+            dX = dX if dX.dim() == len(ctx.input_shape) else dX.view(ctx.input_shape)
         if wants_weight:
             assert x is not None
             X = as_rows(x, ctx.stack)
