@@ -161,6 +161,7 @@ def test_layers_sum_to_the_total(sketch):
     parts = sum(line.injected.value for line in report.layers)
     assert report.remainder.value == pytest.approx(report.added.value - parts, rel=1e-9)
     assert abs(report.remainder.value) <= Z * report.remainder.draw_error
+    assert report.reliable
     # The remainder is a small share: the split explains the total, not its error bars.
     assert report.remainder.draw_error < 0.15 * report.added.value
 
@@ -214,9 +215,31 @@ def test_a_biased_sketch_does_not_pass_for_one_that_obeys_proposition_2_2():
     torch.manual_seed(7)
     model = sp.sketch_(mlp(), Doubled(0.5), lambda module, name: True)
     report = measure_variance(model, loss_fn, make_batches(2), draws=40)
+    assert not report.reliable
     assert abs(report.remainder.value) > 2 * Z * report.remainder.draw_error
     node = next(node for node in report.nodes if node.node == "input of 2")
     assert abs(node.samples.remainder.value) > 2 * Z * node.samples.remainder.draw_error
+
+
+def test_rare_draws_are_noticed():
+    """Six of 128 rows, redrawn at each of four layers: V is near 20³ σ², and hardly ever met."""
+    torch.manual_seed(15)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    batches = [(torch.randn(128, 8), torch.randint(0, 8, (128,))) for _ in range(3)]
+    rare = dict.fromkeys("0123", sp.SampleMask(0.05))
+    report = sp.measure(model, loss_fn, batches, rare, rounds=0, times=(1.0, 1e-9))
+    assert report.variance.draws == 64  # the pilot was surprised and asked for all it may
+    assert not report.variance.reliable
+    assert report.variance.missed["0.weight"].value == pytest.approx(-1, abs=0.2)
+    assert "3.weight" not in report.variance.missed
+    assert report.verdict.pays
+    assert not report.pays
+    assert "NOT RELIABLE" in str(report)
+    assert report.as_dict()["reliable"] is False
+    # Half of the columns at each layer: noisy, but every draw shows it.
+    calm = sp.measure(model, loss_fn, batches, dict.fromkeys("0123", sp.L1(0.5)), rounds=0)
+    assert calm.variance.reliable
+    assert "NOT RELIABLE" not in str(calm)
 
 
 # --- randomness that is not the sketches' ----------------------------------------------------

@@ -31,6 +31,8 @@ class LocationPoint:
     sigma2: Estimate
     injected: dict[str, float]
     """V by the layer that injected it."""
+    reliable: bool
+    """If not, V comes from draws too rare to be met, and is larger."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,13 @@ class LocationReport:
             if point.place != PLACES[0]:
                 continue
             key = (point.method, point.budget, point.steps)
-            values = {
-                p.place: p.relative for p in self.points if (p.method, p.budget, p.steps) == key
-            }
-            first = values["first"].value
-            ratio = f"{values['last'].value / first:.2f}" if first else "-"
-            shown = [str(values[place]) for place in PLACES]
+            here = {p.place: p for p in self.points if (p.method, p.budget, p.steps) == key}
+            first, last = here["first"].relative.value, here["last"].relative.value
+            ratio = f"{last / first:.2f}" if first else "-"
+            shown = [
+                ("" if here[place].reliable else "> ") + str(here[place].relative)
+                for place in PLACES
+            ]
             rows.append((str(point.steps), point.method, f"{point.budget:g}", *shown, ratio))
         return header, rows
 
@@ -108,6 +111,7 @@ def _measure(
         "relative": report.relative,
         "added": report.added,
         "sigma2": report.sigma2,
+        "reliable": report.reliable,
         "injected": {line.layer: line.injected.value for line in report.layers},
     }
 

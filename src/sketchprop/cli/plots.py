@@ -24,7 +24,7 @@ def _pyplot() -> Any:
 
 def _save(figure: Any, path: str) -> None:
     try:
-        figure.savefig(path, dpi=130, metadata={"Software": None} if path[-4:] == ".png" else None)
+        figure.savefig(path, dpi=100, metadata={"Software": None} if path[-4:] == ".png" else None)
     except ValueError as error:  # an ending that matplotlib does not know
         raise UsageError(f"--plot {path}: {error}") from error
     _pyplot().close(figure)
@@ -69,7 +69,10 @@ def plot_bench(report: BenchReport, path: str) -> None:
 
 
 def plot_location(report: LocationReport, path: str) -> None:
-    """V/σ² against the budget for the first layer, the last layer and all, by method and age."""
+    """V/σ² against the budget for the first layer, the last layer and all, by method and age.
+
+    A white triangle is a lower bound: the draws that matter there are too rare to be met.
+    """
     pyplot = _pyplot()
     methods = list(dict.fromkeys(point.method for point in report.points))
     ages = list(dict.fromkeys(point.steps for point in report.points))
@@ -96,6 +99,16 @@ def plot_location(report: LocationReport, path: str) -> None:
                     markersize=3,
                     color=colour,
                     label={"all": "all layers"}.get(place, f"{place} layer only"),
+                )
+                hidden = [p for p in points if not p.reliable]
+                axes.plot(
+                    [p.budget for p in hidden],
+                    [p.relative.value for p in hidden],
+                    linestyle="none",
+                    marker="^",
+                    markersize=8,
+                    markerfacecolor="white",
+                    color=colour,
                 )
             axes.set(xscale="log", yscale="log")
             axes.set_xticks(report.budgets, [f"{b:g}" for b in report.budgets], minor=False)

@@ -62,8 +62,8 @@ class MeasureReport:
 
     @property
     def pays(self) -> bool:
-        """Whether ρ(V)(σ² + V) ≤ ρ(0)σ²."""
-        return self.verdict.pays
+        """Whether ρ(V)(σ² + V) ≤ ρ(0)σ², by a V that is not merely a lower bound."""
+        return self.verdict.pays and self.variance.reliable
 
     @property
     def equivalent_batch(self) -> float:
@@ -78,6 +78,7 @@ class MeasureReport:
         return {
             **plain,
             "pays": self.pays,
+            "reliable": self.variance.reliable,
             "equivalent_batch": self.equivalent_batch,
             "kept_flops": self.flops.kept,
         }
@@ -100,6 +101,12 @@ class MeasureReport:
         if self.times is not None:
             lines.append(
                 f"step   {1e3 * self.times.sketched:.2f} ms, exact {1e3 * self.times.exact:.2f} ms"
+            )
+        if not v.reliable:
+            lines.append(
+                f"NOT RELIABLE: the mean of the draws misses the gradient of {len(v.missed)} "
+                f"parameters, {', '.join(list(v.missed)[:3])}, … Either a sketch is biased (see "
+                "check), or V comes from draws too rare to be met and is larger than shown"
             )
         lines += [str(verdict) for verdict in (self.by_time, self.by_flops) if verdict is not None]
         return "\n".join(lines)

@@ -140,6 +140,7 @@ class Gradients:
             raise ValueError(
                 f"{type(model).__name__} has no parameter that requires a gradient; unfreeze one"
             )
+        self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self.device = self.parameters[0].device
 

@@ -11,6 +11,11 @@ given the first k draws: a martingale. Its increments are uncorrelated, and Σ V
 any network (a branch only needs some order, here that of backward). Vₖ holds all that the draw
 of layer k does to the gradients of its own and of all lower layers, for gradients that arrive
 noisy from above, as in training. That is not the V of sketching layer k alone.
+
+**Rare draws.** Where sketches compound (a uniform mask redrawn at each of many layers) V may come
+almost wholly from draws so rare that none is met: the sample then looks calm and its error small.
+But it betrays itself: a mean gradient that is not g. For each parameter ⟨ĝ - g, g⟩/‖g‖² is zero in
+the mean; where it is not, the report is not ``reliable`` and V a lower bound.
 """
 
 from __future__ import annotations
@@ -28,6 +33,9 @@ from .estimate import Estimate, minibatch_variance, over_draws, variance_ratio
 from .nodes import NodeMeter, NodeVariance, Record, Taps
 from .passes import Gradients, Loss, squared_distance
 from .restore import restored
+
+SURPRISE = 5.0
+"""Standard errors that an alignment may be off; by chance once in a million parameters."""
 
 PILOT_DRAWS = 8
 MAX_DRAWS = 64
@@ -62,6 +70,26 @@ class VarianceReport:
     remainder: Estimate | None
     """V - Σ of the layers, draw by draw: zero within its error."""
     nodes: tuple[NodeVariance, ...]
+    missed: dict[str, Estimate]
+    """⟨ĝ - g, g⟩/‖g‖² of each parameter where it is not zero within its error: -1 where the draws
+    never brought a gradient."""
+
+    @property
+    def reliable(self) -> bool:
+        """Whether the mean of the draws is the exact gradient, as far as they can tell.
+
+        If not, either a sketch is biased (``check_unbiased`` knows), or V comes from draws too
+        rare to be met, and is larger than reported.
+        """
+        return not self.missed
+
+
+def surprising(values: Sequence[Sequence[float]]) -> bool:
+    """Whether a mean that should be zero is not; the limit is wider for few draws."""
+    estimate = over_draws(values)
+    freedom = sum(len(draws) - 1 for draws in values)
+    limit = SURPRISE * (1 + 6 / max(1, freedom)) * estimate.draw_error
+    return abs(estimate.value) > max(limit, 1e-4)
 
 
 def measure_variance(
@@ -124,6 +152,7 @@ class _VarianceMeter:
         self.deviations: list[float] = []
         self.totals: list[list[float]] = []
         self.remainders: list[list[float]] = []
+        self.alignments: list[list[list[float]]] = [[] for _ in gradients.parameters]
         self.layers: dict[str, list[list[float]]] = {}
 
     def installed(self) -> Any:
@@ -137,13 +166,16 @@ class _VarianceMeter:
     def pilot(self, batch: Any, batches: int) -> int:
         """How many draws for each batch bring the error of V below the target."""
         exact = self.gradients.exact(batch)
-        values = [
-            squared_distance(self.gradients.sketched(batch, -1 - draw), exact)
-            for draw in range(PILOT_DRAWS)
-        ]
+        values, alignments = [], []
+        for draw in range(PILOT_DRAWS):
+            sketched = self.gradients.sketched(batch, -1 - draw)
+            values.append(squared_distance(sketched, exact))
+            alignments.append(alignment(sketched, exact))
         estimate = over_draws([values])
         if estimate.value == 0 or not math.isfinite(estimate.value):
             return 2
+        if any(surprising([of_parameter]) for of_parameter in zip(*alignments, strict=True)):
+            return MAX_DRAWS
         spread = estimate.draw_error / estimate.value * math.sqrt(PILOT_DRAWS)
         needed = math.ceil((spread / TARGET_ERROR) ** 2 / batches)
         return min(MAX_DRAWS, max(PILOT_DRAWS, needed))
@@ -153,6 +185,8 @@ class _VarianceMeter:
         exact = self.gradients.exact(batch, keep_graph=record is not None)
         self.deviations.append(squared_distance([_wide(g) for g in exact], mean))
         self.totals.append([])
+        for batches in self.alignments:
+            batches.append([])
         self.remainders.append([])
         uses = self.gradients.switch.uses
         if not uses:
@@ -184,6 +218,8 @@ class _VarianceMeter:
                 "a gradient is not finite; the variance of such gradients means nothing"
             )
         self.totals[-1].append(total)
+        for batches, value in zip(self.alignments, alignment(final, exact), strict=True):
+            batches[-1].append(value)
         self.remainders[-1].append(total - math.fsum(injected.values()))
         for name, value in injected.items():
             self.layers[name][-1].append(value)
@@ -206,4 +242,18 @@ class _VarianceMeter:
             layers=layers if self.split else (),
             remainder=over_draws(self.remainders) if self.split else None,
             nodes=self.nodes.result(),
+            missed={
+                name: over_draws(values)
+                for name, values in zip(self.gradients.names, self.alignments, strict=True)
+                if surprising(values)
+            },
         )
+
+
+def alignment(sketched: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """⟨ĝ - g, g⟩/‖g‖² of each parameter."""
+    pairs = list(zip(sketched, exact, strict=True))
+    dots = [float((_wide(a - b) * b).sum()) for a, b in pairs]
+    sizes = [float(_wide(b).square().sum()) for b in exact]
+    # Where g = 0 there is nothing to be aligned with.
+    return [dot / size if size else 0.0 for dot, size in zip(dots, sizes, strict=True)]
