@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
+from sketchprop.diagnostics import measure_flops
 
 SKETCHES = [
     sp.ColumnMask,
@@ -88,3 +90,43 @@ def test_independent_draws_cost_their_mean():
     # Binomial(32, 0.25) columns of 4·16·8 FLOPs each: a standard deviation of √6 columns.
     error = 4 * 16 * 8 * 6**0.5 / 200**0.5
     assert abs(mean - sketch.product_flops(*shape)) < 4 * error
+
+
+def square(model, x):
+    return model(x).square().mean()
+
+
+def test_convolutions_to_the_flop():
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 1), nn.Flatten(), nn.Linear(32 * 9, 10)),
+    )
+    sp.sketch_(model, sp.L1(0.25), sp.select.everything)
+    report = measure_flops(model, square, torch.randn(2, 3, 8, 8))
+    # Every product of this model belongs to a sketched layer: formulas and counter must agree.
+    assert sum(line.exact for line in report.layers) == report.exact_backward
+    assert sum(line.sketched for line in report.layers) == pytest.approx(
+        report.sketched_backward, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_to_the_flop(fused):
+    """Projections by formula; the products of attention itself are counted, fused or not."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=not fused)[0]
+
+    model = sp.sketch_(Encoder(), sp.L1(0.25), sp.select.everything)
+    report = measure_flops(model, square, torch.randn(3, 5, 16))
+    (line,) = report.layers
+    inside = 3 * 2 * (2 * 5 * 5 * 8)  # one product of a head: 3 samples, 2 heads, 5 × 5 × 8
+    assert report.forward == 2 * 15 * (48 * 16 + 16 * 16) + 2 * inside
+    own = report.exact_backward - line.exact
+    assert own == (5 if fused else 4) * inside  # fused attention computes QKᵀ once more
+    assert report.sketched_backward - line.sketched == pytest.approx(own)
