@@ -9,6 +9,7 @@ true gradient and whose cost is a fraction.
 
 from . import select
 from ._version import __version__
+from .allocator import keep_pages
 from .compact import Columns, CompactGradient, LowRank, Rows
 from .diagnostics import Monitor, check_unbiased, measure, plan
 from .modules import SketchedLinear, SketchedModule, sketchable
@@ -58,6 +59,7 @@ __all__ = [
     "check_unbiased",
     "exact",
     "gate",
+    "keep_pages",
     "measure",
     "optimal_probabilities",
     "plan",

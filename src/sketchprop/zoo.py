@@ -38,18 +38,20 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block, normalised first."""
+    """A transformer block, normalised first; dropout behind each part of the two branches."""
 
-    def __init__(self, dim: int, heads: int, hidden: int) -> None:
+    def __init__(self, dim: int, heads: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
         self.attn = Attention(dim, heads)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
+        drop = [nn.Dropout(dropout)] if dropout else []
+        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), *drop, nn.Linear(hidden, dim))
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        y: Tensor = x + self.mlp(self.norm2(x))
+        x = x + self.drop(self.attn(self.norm1(x)))
+        y: Tensor = x + self.drop(self.mlp(self.norm2(x)))
         return y
 
 
@@ -66,13 +68,14 @@ class ViT(nn.Module):
         heads: int = 4,
         hidden: int = 384,
         classes: int = 10,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.patch = patch
         tokens = (image // patch) ** 2
         self.embed = nn.Linear(channels * patch * patch, dim)
         self.position = nn.Parameter(torch.randn(tokens, dim) * 0.02)
-        self.blocks = nn.Sequential(*(Block(dim, heads, hidden) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(dim, heads, hidden, dropout) for _ in range(depth)))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, classes)
 

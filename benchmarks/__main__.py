@@ -1,0 +1,114 @@
+"""python -m benchmarks linear | conv | model | memory
+
+Times exact and sketched work in turns, in random order, in one process, and reports the median of
+the ratios within a round, with quartiles. Both sides run under the same allocator settings; by
+default these are pinned (pages are kept), because the default allocator is bistable. Results go
+to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from . import layers, models
+from .results import FOLDER, Line, plot, save, show
+from .timing import restart_pinned
+
+
+def main() -> None:
+    args = _parser().parse_args()
+    if args.command != "memory":
+        restart_pinned(args.allocator)
+    torch.set_num_threads(args.threads)
+    command = "python -m benchmarks " + " ".join(sys.argv[1:])
+    name = f"{args.command}-{args.threads}-thread{'s' * (args.threads > 1)}"
+    output = args.output or FOLDER / f"{name}.json"
+    title = f"{args.command}: time over exact, {args.threads} thread(s), {args.allocator} allocator"
+    extras: dict[str, object] = {}
+    lines: list[Line] = []
+    if args.command == "linear":
+        shapes = args.shapes or list(layers.LINEAR)
+        lines = list(layers.linear(shapes, args.budgets, args.seconds))
+        extras = layers.overhead(args.seconds)
+    elif args.command == "conv":
+        lines = list(
+            layers.conv(args.batch, tuple(args.channels), args.size, args.budgets, args.seconds)
+        )
+    elif args.command == "model":
+        names = [n for n in models.MODELS if args.only.lower() in n.lower()]
+        lines = list(models.models(names, args.budgets, args.seconds, args.compile))
+    else:
+        names = [n for n in models.MODELS if args.only.lower() in n.lower()]
+        rows = models.memory(names, args.budgets[0], args.seconds, args.threads)
+        extras = {"rows": rows}
+        _show_memory(rows)
+    if lines:
+        show(title, lines, extras)
+    save(output, command, args.allocator, lines, extras)
+    print(f"results: {output}")  # noqa: T201
+    if lines and (args.plot or args.command == "linear"):
+        picture = args.plot or output.with_suffix(".png")
+        plot(picture, lines, title)
+        print(f"picture: {picture}")  # noqa: T201
+
+
+def _show_memory(rows: list[dict[str, object]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Allocator settings, each in a fresh process: exact and L1 steps in turns")
+    for column in ("model", "allocator", "exact ms", "L1 ms", "ratio", "page faults", "peak MB"):
+        table.add_column(column, justify="left" if column in ("model", "allocator") else "right")
+    for row in rows:
+        figures = [f"{row[k]:.4g}" for k in ("exact_ms", "sketched_ms", "ratio")]
+        counts = [f"{row[k]:,.0f}" for k in ("page_faults", "peak_mb")]
+        table.add_row(str(row["model"]), str(row["allocator"]), *figures, *counts)
+    Console(width=None if Console().is_terminal else 120).print(table)
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    parts = text.lower().replace("×", "x").split("x")
+    if len(parts) != 3 or not all(p.strip().isdigit() for p in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no shape; rows x inputs x outputs: 512x768x3072"
+        )
+    B, d, n = map(int, parts)
+    return B, d, n
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--threads", type=int, default=1)
+    common.add_argument("--seconds", type=float, default=6.0, help="for each case and budget")
+    common.add_argument("--allocator", choices=("pinned", "default"), default="pinned")
+    common.add_argument("--output", type=Path, help="a JSON file, by default in benchmarks/results")
+    common.add_argument("--plot", type=Path, help="a PNG file: ratio against budget")
+    commands = parser.add_subparsers(dest="command", required=True)
+    linear = commands.add_parser("linear", parents=[common], help="backward of one linear layer")
+    linear.add_argument("--shapes", type=_shape, nargs="+", help="rows x inputs x outputs")
+    linear.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.5])
+    conv = commands.add_parser("conv", parents=[common], help="backward of one convolution")
+    conv.add_argument("--batch", type=int, default=128)
+    conv.add_argument("--channels", type=int, nargs=2, default=[256, 512])
+    conv.add_argument("--size", type=int, default=8)
+    conv.add_argument("--budgets", type=float, nargs="+", default=[0.1])
+    for name, text in (("model", "whole training steps"), ("memory", "allocator settings")):
+        model = commands.add_parser(name, parents=[common], help=text)
+        model.add_argument("--only", default="", help="models whose name contains this")
+        model.add_argument("--budgets", type=float, nargs="+", default=[0.1])
+        if name == "model":
+            model.add_argument("--compile", action="store_true", help="compiled steps too")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The backward pass of one layer: exact, sketched, and the reduced products alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import sketchprop as sp
+from sketchprop.ops import sketched_conv
+from sketchprop.sketches import AmortisedSketch, PlanMemory
+
+from .results import Line
+from .timing import Ratio, interleave
+
+Shape = tuple[int, int, int]
+LINEAR: dict[Shape, float | None] = {
+    (128, 784, 64): None,
+    (128, 1024, 1024): 0.24,
+    (8192, 192, 1024): 0.22,
+    (8192, 1024, 192): 0.26,
+    (2048, 768, 3072): 0.16,
+    (2048, 3072, 768): 0.16,
+    (512, 4096, 4096): 0.16,
+}
+"""Rows × inputs × outputs, and the ratio that L1 at budget 0.1 shall reach on one thread."""
+
+HALF = {(2048, 768, 3072): 0.60, (2048, 3072, 768): 0.60, (512, 4096, 4096): 0.60}
+SPECTRAL = {(512, 4096, 4096): 0.40, (2048, 3072, 768): 0.65}
+REMEMBERED = {(2048, 3072, 768): 0.30}
+
+
+def linear(shapes: Sequence[Shape], budgets: Sequence[float], seconds: float) -> Iterator[Line]:
+    for shape in shapes:
+        yield from _linear_case(shape, budgets, seconds)
+
+
+def _linear_case(shape: Shape, budgets: Sequence[float], seconds: float) -> Iterator[Line]:
+    B, d, n = shape
+    case = f"{B} × {d} × {n}"
+    layer = _Linear(B, d, n)
+    for budget in budgets:
+        sketches: dict[str, sp.Sketch] = {"L1": sp.L1(budget)}
+        if budget == 0.1:
+            sketches |= {"L2": sp.L2(budget), "Diagonal": sp.Diagonal(budget)}
+            sketches |= {"ColumnMask": sp.ColumnMask(budget), "SampleMask": sp.SampleMask(budget)}
+            sketches["L1, score_rows=0.1"] = sp.L1(budget, score_rows=0.1)
+            sketches["L1, refresh_every=10"] = sp.L1(budget, refresh_every=10)
+            if min(B, n) <= 1024 and B * n * d >= 2**30:
+                sketches["GradientSVD"] = sp.GradientSVD(budget)
+                if n <= 1024:
+                    remembered = sp.GradientSVD(budget, refresh_every=50)
+                    sketches["GradientSVD, refresh_every=50"] = remembered
+        work: dict[str, Callable[[], object]] = {
+            "exact": layer.exact(),
+            "floor": layer.floor(budget),
+        }
+        work |= {name: layer.sketched(sketch) for name, sketch in sketches.items()}
+        work["L1, accumulate"] = layer.sketched(sp.L1(budget), accumulate=True)
+        measured = interleave(work, seconds=seconds * len(work) / 3)
+        targets = {"L1": {0.1: LINEAR.get(shape), 0.5: HALF.get(shape)}.get(budget)}
+        targets["GradientSVD"] = SPECTRAL.get(shape)
+        targets["GradientSVD, refresh_every=50"] = REMEMBERED.get(shape)
+        if budget == 0.1:
+            targets["Diagonal"] = 1.1 * measured["L1"].median
+        for name in [*sketches, "L1, accumulate"]:
+            ratio = measured[name]
+            if name in sketches:
+                ratio = layer.with_planning(ratio, sketches[name], measured["exact"])
+            yield Line(case, name, budget, ratio, measured["floor"].median, targets.get(name))
+
+
+class _Linear:
+    """One layer, and closures that run its backward pass in different ways."""
+
+    def __init__(self, B: int, d: int, n: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(B, d, generator=generator).requires_grad_()
+        self.W = (torch.randn(n, d, generator=generator) / d**0.5).requires_grad_()
+        self.b = torch.zeros(n, requires_grad=True)
+        spread = torch.rand(n, generator=generator)
+        self.G = torch.randn(B, n, generator=generator) * spread
+
+    def exact(self) -> Callable[[], object]:
+        return self._backward(F.linear(self.x, self.W, self.b))
+
+    def sketched(self, sketch: sp.Sketch, accumulate: bool = False) -> Callable[[], object]:
+        remembers = isinstance(sketch, AmortisedSketch) and sketch.refresh_every > 1
+        memory = PlanMemory() if remembers else None
+        W = self.W.detach().clone().requires_grad_() if accumulate else self.W
+        if accumulate:
+            W.grad = torch.zeros_like(W)
+        y = sp.sketched_linear(self.x, W, self.b, sketch, memory=memory, accumulate=accumulate)
+        if not accumulate:
+            return self._backward(y)
+
+        def add() -> None:
+            self.x.grad = self.b.grad = None
+            y.backward(self.G, retain_graph=True)
+
+        return add
+
+    def floor(self, budget: float) -> Callable[[], object]:
+        """The two reduced products of a column sketch, their factors at hand."""
+        r = max(1, round(budget * self.G.shape[1]))
+        values = self.G[:, :r].contiguous()
+        W, X = self.W.detach()[:r].contiguous(), self.x.detach()
+        return lambda: (values @ W, values.mT @ X)
+
+    def with_planning(self, ratio: Ratio, sketch: sp.Sketch, exact: Ratio) -> Ratio:
+        """A median does not see the rare steps that make a plan: their share is added."""
+        if not isinstance(sketch, AmortisedSketch) or sketch.refresh_every == 1:
+            return ratio
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            sketch.plan(self.G, self.W.detach())
+            seconds.append(time.perf_counter() - start)
+        extra = 1e3 * statistics.median(seconds) / sketch.refresh_every
+        share = extra / exact.milliseconds
+        return Ratio(
+            ratio.median + share, ratio.low + share, ratio.high + share, ratio.milliseconds + extra
+        )
+
+    def _backward(self, y: Tensor) -> Callable[[], object]:
+        leaves = (self.x, self.W, self.b)
+        return lambda: torch.autograd.grad(y, leaves, self.G, retain_graph=True)
+
+
+def overhead(seconds: float) -> dict[str, object]:
+    """What a sketched backward costs beyond its two reduced products, on a layer that is tiny."""
+    layer = _Linear(128, 64, 64)
+    sketched, floor = layer.sketched(sp.L1(0.1)), layer.floor(0.1)
+    measured = interleave(
+        {"sketched": sketched, "floor": floor}, seconds=seconds, rounds=(50, 5000)
+    )
+    micro = 1e3 * (measured["sketched"].milliseconds - measured["floor"].milliseconds)
+    return {"overhead of a sketched layer, µs (target 150)": round(micro)}
+
+
+CONV = {
+    "1×1 channels_last": (1, torch.channels_last, 0.22),
+    "1×1 NCHW": (1, torch.contiguous_format, 0.36),
+    "3×3 channels_last": (3, torch.channels_last, None),
+    "3×3 NCHW": (3, torch.contiguous_format, None),
+}
+
+
+def conv(
+    batch: int, channels: tuple[int, int], size: int, budgets: Sequence[float], seconds: float
+) -> Iterator[Line]:
+    d, n = channels
+    for name, (kernel, layout, target) in CONV.items():
+        x = torch.randn(batch, d, size, size).to(memory_format=layout).requires_grad_()
+        W = torch.randn(n, d, kernel, kernel).div_(d**0.5).to(memory_format=layout).requires_grad_()
+        b = torch.zeros(n, requires_grad=True)
+        G = torch.randn(batch, n, size, size).to(memory_format=layout)
+        G *= torch.rand(n, 1, 1)
+
+        def backward(y: Tensor, leaves: tuple[Tensor, ...], G: Tensor) -> Callable[[], object]:
+            return lambda: torch.autograd.grad(y, leaves, G, retain_graph=True)
+
+        leaves = (x, W, b)
+        for budget in budgets:
+            sketches = {"L1": sp.L1(budget), "Diagonal": sp.Diagonal(budget)}
+            exact = F.conv2d(x, W, b, padding=kernel // 2)
+            work = {"exact": backward(exact, leaves, G)}
+            for method, sketch in sketches.items():
+                y = sketched_conv(x, W, b, sketch, padding=kernel // 2)
+                work[method] = backward(y, leaves, G)
+            measured = interleave(work, seconds=seconds)
+            case = f"{name}, {batch} × {d} → {n} at {size}×{size}"
+            for method in sketches:
+                goal = target if budget == 0.1 and method == "L1" else None
+                yield Line(case, method, budget, measured[method], None, goal)

@@ -1,0 +1,140 @@
+"""Whole training steps: forward, backward and optimizer, exact and sketched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sketchprop as sp
+from sketchprop.zoo import ViT, mlp
+
+from .results import Line
+from .timing import PINNED, interleave
+
+Step = Callable[[], object]
+
+
+def _mlp() -> tuple[nn.Module, torch.Tensor, Callable[[nn.Module], torch.optim.Optimizer]]:
+    return mlp(784, 1024, 1024, 1024, 10), torch.randn(256, 784), _sgd
+
+
+def _small() -> tuple[nn.Module, torch.Tensor, Callable[[nn.Module], torch.optim.Optimizer]]:
+    return mlp(784, 64, 64, 10), torch.randn(128, 784), _sgd
+
+
+def _vit(
+    dropout: float,
+) -> tuple[nn.Module, torch.Tensor, Callable[[nn.Module], torch.optim.Optimizer]]:
+    model = ViT(dim=192, depth=9, heads=12, hidden=1024, dropout=dropout)
+    return model, torch.randn(128, 3, 32, 32), _adamw
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.05, fused=True)
+
+
+MODELS = {
+    "MLP 784-1024-1024-1024-10": (_mlp, "always", 0.56),
+    "ViT 192 × 9": (lambda: _vit(0.0), "always", 0.66),
+    "ViT 192 × 9, dropout 0.1": (lambda: _vit(0.1), "always", 0.74),
+    'MLP 784-64-64-10, where="faster"': (_small, "faster", 1.03),
+}
+
+
+def step(name: str, sketch: sp.Sketch | None, compiled: bool = False) -> Step:
+    """A closure that runs one training step of one of ``MODELS``."""
+    make, where, _ = MODELS[name]
+    torch.manual_seed(0)
+    model, x, optimizer_of = make()
+    y = torch.randint(0, 10, (x.shape[0],))
+    optimizer = optimizer_of(model)
+    if sketch is not None:
+        sp.sketch_(model, sketch, where=where)
+    run: Callable[[torch.Tensor], torch.Tensor] = model
+    if compiled:
+        model(x)  # where="faster" decides before a graph is traced
+        run = torch.compile(model)
+
+    def once() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(run(x), y).backward()
+        optimizer.step()
+
+    return once
+
+
+def models(
+    names: list[str], budgets: list[float], seconds: float, compiled: bool
+) -> Iterator[Line]:
+    for name in names:
+        target = MODELS[name][2]
+        for budget in budgets:
+            work = {"exact": step(name, None), "L1": step(name, sp.L1(budget))}
+            if MODELS[name][1] == "always":
+                work["SampleMask"] = step(name, sp.SampleMask(budget))
+            if compiled:
+                work["exact, compiled"] = step(name, None, True)
+                work["L1, compiled"] = step(name, sp.L1(budget), True)
+            measured = interleave(work, seconds=seconds * len(work))
+            for method in list(work)[1:]:
+                goal = target if budget == 0.1 and method == "L1" else None
+                yield Line(name, method, budget, measured[method], None, goal)
+
+
+ALLOCATORS = {"default": {}, "environment": PINNED, "keep_pages": {}}
+
+
+def memory(
+    names: list[str], budget: float, seconds: float, threads: int
+) -> list[dict[str, object]]:
+    """Step times and peak memory under three allocator settings, each in a fresh process."""
+    rows = []
+    for name in names:
+        for allocator, settings in ALLOCATORS.items():
+            clean = {k: v for k, v in os.environ.items() if k not in PINNED}
+            call = [sys.executable, "-m", "benchmarks.models", name, allocator]
+            call += [str(budget), str(seconds), str(threads)]
+            done = subprocess.run(
+                call, check=False, env={**clean, **settings}, capture_output=True, text=True
+            )
+            if done.returncode:
+                raise RuntimeError(f"{' '.join(call)} failed:\n{done.stderr}")
+            rows.append({"model": name, "allocator": allocator, **json.loads(done.stdout)})
+    return rows
+
+
+def _one_process(name: str, allocator: str, budget: float, seconds: float, threads: int) -> None:
+    import resource
+
+    if allocator == "keep_pages":
+        sp.keep_pages()
+    torch.set_num_threads(threads)
+    work = {"exact": step(name, None), "L1": step(name, sp.L1(budget))}
+    measured = interleave(work, seconds=seconds)
+    peak = resource.getrusage(resource.RUSAGE_SELF)
+    print(  # noqa: T201
+        json.dumps(
+            {
+                "exact_ms": measured["exact"].milliseconds,
+                "sketched_ms": measured["L1"].milliseconds,
+                "ratio": measured["L1"].median,
+                "page_faults": peak.ru_minflt,
+                "peak_mb": peak.ru_maxrss / 1024,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    _one_process(sys.argv[1], sys.argv[2], *map(float, sys.argv[3:5]), int(sys.argv[5]))

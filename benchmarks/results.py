@@ -1,0 +1,109 @@
+"""Results as a table on the screen, a JSON file and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from .timing import Ratio, machine
+
+FOLDER = Path(__file__).with_name("results")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One measured ratio: what, how, against which target."""
+
+    case: str
+    method: str
+    budget: float
+    ratio: Ratio
+    floor: float | None = None
+    target: float | None = None
+
+
+def show(title: str, lines: Sequence[Line], extras: dict[str, object] | None = None) -> None:
+    table = Table(title=title)
+    table.add_column("case", no_wrap=True)
+    table.add_column("method", no_wrap=True)
+    for name in ("kept", "ratio", "quartiles", "floor", "target", "ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    last = None
+    for line in lines:
+        if last not in (None, line.case):
+            table.add_section()
+        missed = line.target is not None and line.ratio.median > line.target
+        table.add_row(
+            line.case if line.case != last else "",
+            line.method,
+            f"{line.budget:g}",
+            f"[bold red]{line.ratio.median:.3f}[/]" if missed else f"{line.ratio.median:.3f}",
+            f"{line.ratio.low:.3f} - {line.ratio.high:.3f}",
+            "" if line.floor is None else f"{line.floor:.3f}",
+            "" if line.target is None else f"{line.target:.2f}",
+            f"{line.ratio.milliseconds:.3g}",
+        )
+        last = line.case
+    console = Console(width=None if Console().is_terminal else 120)
+    console.print(table)
+    for name, value in (extras or {}).items():
+        console.print(f"{name}: {value}")
+
+
+def save(
+    path: Path, command: str, allocator: str, lines: Sequence[Line], extras: dict[str, object]
+) -> None:
+    content = {
+        "command": command,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(allocator),
+        "lines": [asdict(line) for line in lines],
+        **extras,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def plot(path: Path, lines: Sequence[Line], title: str) -> None:
+    """Ratio against budget for each case, with the floor: what the reduced products alone take."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    methods = sorted({line.method for line in lines})
+    main = max(methods, key=lambda m: len({line.budget for line in lines if line.method == m}))
+    for number, case in enumerate(dict.fromkeys(line.case for line in lines)):
+        points = sorted(
+            (line for line in lines if line.case == case and line.method == main),
+            key=lambda line: line.budget,
+        )
+        if not points:
+            continue
+        color = f"C{number}"
+        budgets = [line.budget for line in points]
+        below = [line.ratio.median - line.ratio.low for line in points]
+        above = [line.ratio.high - line.ratio.median for line in points]
+        medians = [line.ratio.median for line in points]
+        axes.errorbar(
+            budgets, medians, [below, above], marker="o", ms=4, capsize=2, color=color, label=case
+        )
+        floors = [(line.budget, line.floor) for line in points if line.floor is not None]
+        if floors:
+            axes.plot(*zip(*floors, strict=True), ls=":", color=color)
+    axes.axhline(1, color="#212121", lw=1)
+    axes.text(axes.get_xlim()[1], 1.01, "exact", ha="right", va="bottom", fontsize=8)
+    axes.plot([], [], ls=":", color="#757575", label="floor: the reduced products alone")
+    axes.set(xlabel="kept fraction", ylabel="time over exact", title=title, ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
