@@ -25,7 +25,9 @@ def gate(
     the layer comes from Ĝ. ``weight`` is for sketches that look at the layer's weight (Diagonal,
     RankConstrained). A ``weight`` with leading dimensions means a stack of layers.
 
-    >>> y = gate(torch.relu(h), L1(0.1))
+    >>> from sketchprop import L1
+    >>> h = torch.randn(128, 64, requires_grad=True)
+    >>> gate(torch.relu(h), L1(0.1)).sum().backward()
     """
     if isinstance(sketch, ElementMask):
         raise TypeError(

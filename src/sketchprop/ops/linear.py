@@ -36,7 +36,11 @@ def sketched_linear(
     That is for ``loss.backward()`` in a plain loop only: hooks on the weight and
     ``torch.autograd.grad`` do not see what was added.
 
-    >>> y = sketched_linear(torch.randn(128, 784), torch.randn(64, 784), None, L1(0.1))
+    >>> from sketchprop import L1
+    >>> W = torch.randn(64, 784, requires_grad=True)
+    >>> sketched_linear(torch.randn(128, 784), W, None, L1(0.1)).sum().backward()
+    >>> int((W.grad.abs().sum(1) > 0).sum())  # rows of dW that this draw kept
+    6
     """
     x, weight, bias = _autocast(x, weight, bias)
     stack = weight.shape[:-2]
