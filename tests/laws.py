@@ -1,7 +1,7 @@
 """Every built-in sketch, once: what the law tests run over.
 
-A new method is listed in ``METHODS``; its variants (``root``, both samplings, ``paper``) are
-read off its fields, and every law is then asked of each of them.
+A new method is listed in ``METHODS``; its variants (``root``, both samplings, ``paper``, a plan
+from a part of G) are read off its fields, and every law is then asked of each of them.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ def _variants(*, paper: bool) -> Iterator[Variant]:
             choices["paper"] = (True,)
         for values in product(*choices.values()):
             yield Variant(method, tuple(zip(choices, values, strict=True)))
+        if "refresh_every" in names and not paper:
+            partial = (("sampling", "exact"), ("score_rows", 0.5), ("refresh_every", 4))
+            yield Variant(method, partial)
 
 
 SKETCHES = tuple(_variants(paper=False))

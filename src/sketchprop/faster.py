@@ -102,7 +102,9 @@ def time_layer(layer: nn.Module, inputs: Sequence[Any]) -> Decision:
     """
     assert isinstance(layer, SketchedModule)
     device = inputs[0].device
-    copies = [_like(x) for x in inputs]
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        copies = [_like(x) for x in inputs]
     leaves = [x for x in copies if isinstance(x, Tensor) and x.requires_grad]
     leaves += [p for p in layer.parameters() if p.requires_grad]
     if not leaves:
@@ -115,7 +117,6 @@ def time_layer(layer: nn.Module, inputs: Sequence[Any]) -> Decision:
         out = out[0] if isinstance(out, tuple) else out
         torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
 
-    devices = [device] if device.type == "cuda" else []
     try:
         layer.judge, layer.memory = None, PlanMemory()
         with torch.random.fork_rng(devices), torch.enable_grad():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..compact import Columns, CompactGradient, Rows, scaled, take_columns, take_rows
+from ..compact import CompactGradient, KeptColumns, KeptRows, scaled, take_columns, take_rows
 from ..probabilities import water_fill
 from ..weights import column_sums
 from .amortised import AmortisedSketch
@@ -59,11 +59,11 @@ class ColumnSketch(AmortisedSketch):
     def follow(self, plan: Plan, G: Tensor, u: Tensor) -> CompactGradient:
         if self.partial:
             # Columns that are not kept are not looked at; a non-finite one must be seen.
-            plan = Plan(plan.probabilities + 0 * column_sums(G))
+            plan = Plan(plan.probabilities + (0 * column_sums(G)).sum(-1, keepdim=True))
         return super().follow(plan, G, u)
 
-    def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> Columns:
-        return Columns(index, scaled(take_columns(G, index), scale.unsqueeze(-2)), G.shape[-1])
+    def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> KeptColumns:
+        return KeptColumns(index, scaled(take_columns(G, index), scale.unsqueeze(-2)), G.shape[-1])
 
 
 class RowSketch(AtomSketch):
@@ -82,5 +82,5 @@ class RowSketch(AtomSketch):
     def plan(self, G: Tensor, W: Tensor | None) -> Plan:
         return Plan(water_fill(self.weights(G, W).sqrt(), self.rank(G.shape[-2])))
 
-    def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> Rows:
-        return Rows(index, scaled(take_rows(G, index), scale.unsqueeze(-1)), G.shape[-2])
+    def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> KeptRows:
+        return KeptRows(index, scaled(take_rows(G, index), scale.unsqueeze(-1)), G.shape[-2])
