@@ -1,0 +1,168 @@
+"""The methods that are compared: one line each. A new series of a figure is one more line here."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from sketchprop.cli.specs import UsageError, parse_sketch
+from sketchprop.sketches import Sketch
+
+BUDGET = "{p}"
+EXACT = "exact"
+PLACES = ("all", "first", "last")
+"""Which layers are sketched; the first is the one next to the data."""
+
+
+class ExperimentError(RuntimeError):
+    """An experiment cannot be run as it was asked for; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A series: what is run, how it looks, and in which figures it stands."""
+
+    name: str
+    label: str
+    sketch: str
+    """A sketch as the command line takes it, ``{p}`` for the budget; empty for exact training."""
+    colour: str
+    figures: tuple[str, ...]
+    """``location`` stands for its panel: ``location-masks`` and so on."""
+    line: str = "-"
+    places: tuple[str, ...] = ("all",)
+    sketched: str = ""
+    """The layers that are sketched under the place ``all``, if not all of them."""
+    control: bool = False
+    """Not in the paper: what a method has to beat."""
+
+    def expression(self, budget: float) -> str:
+        """The sketch at a budget, as text: part of a run's identity."""
+        return self.sketch.replace(BUDGET, f"{budget:g}")
+
+    def layers(self, place: str) -> str:
+        return self.sketched if place == "all" and self.sketched else place
+
+
+COLOURS = {
+    "element": (156, 39, 176),
+    "sample": (0, 188, 212),
+    "uniform": (120, 144, 156),
+    "l1": (230, 81, 0),
+    "l2": (0, 150, 136),
+    "var": (255, 193, 7),
+    "ds": (27, 94, 32),
+    "gsv": (63, 81, 181),
+    "rcs": (233, 30, 99),
+    "control columns": (93, 64, 55),
+    "control samples": (33, 33, 33),
+    "baseline": (0, 0, 0),
+}
+"""The paper's colours (RGB), and two for the controls that it lacks."""
+
+_FL = ("all", "first", "last")
+_CORR, _MASKS, _PROXY, _SVD = "1a", "1b", "2a", "2b"
+_LM, _LC, _LS = "location-masks", "location-coordinate", "location-spectral"
+_EVERY = (_CORR, _MASKS, _PROXY, _SVD, _LM, _LC, _LS)
+_IND = 'sampling="independent", exact_bias=False'
+_PAPER = "paper=True, exact_bias=False"
+
+# The paper's formulas are taken literally (paper=True), and the bias gradient from Ĝ as there.
+# Its figures 1a and 1b show `diag_optimal_sec_mom` under the legend RCS and `optimal_sec_mom`
+# under DS; the legends here follow what is run.
+_METHODS = (
+    Method("l1", "ℓ1", "L1({p}, exact_bias=False)", "l1", (_CORR, _PROXY, _SVD, _LC), places=_FL),
+    Method("l1-independent", "ℓ1, independent", f"L1({{p}}, {_IND})", "l1", (_CORR,), "--"),
+    Method("ds", "DS", f"Diagonal({{p}}, {_PAPER})", "ds", (_CORR, _MASKS, _SVD, _LC), places=_FL),
+    Method(
+        "ds-independent",
+        "DS, independent",
+        f"Diagonal({{p}}, {_IND}, paper=True)",
+        "ds",
+        (_CORR,),
+        "--",
+    ),
+    Method(
+        "gsv", "G-SV", "GradientSVD({p}, exact_bias=False)", "gsv", (_CORR, _SVD, _LS), places=_FL
+    ),
+    Method(
+        "gsv-independent", "G-SV, independent", f"GradientSVD({{p}}, {_IND})", "gsv", (_CORR,), "--"
+    ),
+    Method(
+        "rcs",
+        "RCS",
+        f"RankConstrained({{p}}, {_PAPER})",
+        "rcs",
+        (_CORR, _MASKS, _SVD, _LS),
+        places=_FL,
+    ),
+    Method(
+        "rcs-independent",
+        "RCS, independent",
+        f"RankConstrained({{p}}, {_IND}, paper=True)",
+        "rcs",
+        (_CORR,),
+        "--",
+    ),
+    Method(
+        "element",
+        "per element",
+        f"ElementMask({{p}}, {_IND})",
+        "element",
+        (_MASKS, _LM),
+        places=_FL,
+    ),
+    Method(
+        "sample", "per sample", f"SampleMask({{p}}, {_IND})", "sample", (_MASKS, _LM), places=_FL
+    ),
+    Method("column", "per column", f"ColumnMask({{p}}, {_IND})", "uniform", (_MASKS,)),
+    Method("l1-root", "√ℓ1", "L1({p}, root=True, exact_bias=False)", "l1", (_PROXY,), "--"),
+    Method("l2", "ℓ2", "L2({p}, exact_bias=False)", "l2", (_PROXY,)),
+    Method("l2-root", "√ℓ2", "L2({p}, root=True, exact_bias=False)", "l2", (_PROXY,), "--"),
+    Method("var", "Var", f"Variance({{p}}, {_PAPER})", "var", (_PROXY,)),
+    Method("var-root", "√Var", f"Variance({{p}}, root=True, {_PAPER})", "var", (_PROXY,), "--"),
+    Method(
+        "gsv-root", "√G-SV", "GradientSVD({p}, root=True, exact_bias=False)", "gsv", (_SVD,), "--"
+    ),
+    Method(
+        "control-columns",
+        "control: uniform columns",
+        "ColumnMask({p}, exact_bias=False)",
+        "control columns",
+        _EVERY,
+        ":",
+        _FL,
+        control=True,
+    ),
+    # Rows that the last layer drops are zero in every layer below: one mask shared by all.
+    Method(
+        "control-samples",
+        "control: one sample mask",
+        "SampleMask({p}, exact_bias=False)",
+        "control samples",
+        _EVERY,
+        ":",
+        sketched="last",
+        control=True,
+    ),
+    Method(EXACT, "baseline", "", "baseline", _EVERY),
+)
+METHODS = {method.name: method for method in _METHODS}
+
+
+def find_method(name: str) -> Method:
+    if name in METHODS:
+        return METHODS[name]
+    near = difflib.get_close_matches(str(name), METHODS, n=3, cutoff=0.3)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    raise ExperimentError(f"method {name!r} is unknown; {hint}Known: {', '.join(METHODS)}")
+
+
+def make_sketch(expression: str) -> Sketch | None:
+    """The sketch of a run; ``None`` for exact training."""
+    if not expression:
+        return None
+    try:
+        return parse_sketch(expression)
+    except UsageError as error:
+        raise ExperimentError(f"{expression}: {error}") from error

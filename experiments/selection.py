@@ -1,0 +1,95 @@
+"""From runs to points: learning rate and epoch chosen on validation, accuracy from the test set."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .store import Row
+from .sweep import Point, best_run, planned_runs
+
+
+@dataclass(frozen=True)
+class SeedResult:
+    """What one seed reached at its own best learning rate."""
+
+    test: float
+    best_test: float
+    """The paper's 'best accuracy': the highest on the test set over all rates and epochs."""
+    learning_rate: float
+    epoch: int
+    clipped: float
+    at_edge: bool
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A point over all of its seeds."""
+
+    point: Point
+    seeds: Mapping[int, SeedResult]
+    ranks: tuple[float, ...]
+    runs: int
+    diverged: int
+
+    @property
+    def median(self) -> float:
+        return statistics.median(result.test for result in self.seeds.values())
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over seeds, as in the paper."""
+        values = [result.test for result in self.seeds.values()]
+        return statistics.stdev(values) if len(values) > 1 else 0.0
+
+    @property
+    def best_median(self) -> float:
+        return statistics.median(result.best_test for result in self.seeds.values())
+
+    @property
+    def learning_rate(self) -> float:
+        return statistics.median(result.learning_rate for result in self.seeds.values())
+
+    @property
+    def clipped(self) -> float:
+        return statistics.mean(result.clipped for result in self.seeds.values())
+
+    @property
+    def at_edge(self) -> int:
+        return sum(result.at_edge for result in self.seeds.values())
+
+
+class Results:
+    """Stored runs, looked up by the points that they belong to."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = {row["run"]: row for row in rows}
+        self._scores = {key: row["validation_accuracy"] for key, row in self._rows.items()}
+
+    def summary(self, point: Point) -> Summary | None:
+        """``None`` while runs are missing."""
+        planned = planned_runs(point, self._scores)
+        if any(run.identity not in self._rows for run in planned):
+            return None
+        seeds = {}
+        for seed in point.protocol.seeds:
+            own = [run for run in planned if run.seed == seed]
+            chosen = best_run(own, self._scores)
+            row = self._rows[chosen.identity]
+            indices = [run.rate_index for run in own]
+            seeds[seed] = SeedResult(
+                test=row["test_accuracy"],
+                best_test=max(self._rows[run.identity]["best_test_accuracy"] for run in own),
+                learning_rate=chosen.learning_rate,
+                epoch=row["best_epoch"],
+                clipped=row["clipped_fraction"],
+                at_edge=chosen.rate_index in (min(indices), max(indices)),
+            )
+        rows = [self._rows[run.identity] for run in planned]
+        diverged = sum(row["diverged_epoch"] > 0 for row in rows)
+        return Summary(point, seeds, tuple(rows[0]["ranks"]), len(rows), diverged)
+
+    def summaries(self, points: Sequence[Point]) -> list[Summary]:
+        """Of all points that are complete."""
+        return [found for point in points if (found := self.summary(point)) is not None]

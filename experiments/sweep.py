@@ -1,0 +1,281 @@
+"""A sweep: TOML in, runs out. A run's identity is the hash of all that decides its result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .methods import EXACT, METHODS, PLACES, ExperimentError, Method, find_method, make_sketch
+
+PRESETS = Path(__file__).parent / "presets"
+PROTOCOL_VERSION = 1
+"""Part of every run's identity: to be raised when the code changes what a run would find."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All that decides a result but learning rate and seed."""
+
+    widths: tuple[int, ...]
+    sketch: str
+    layers: str
+    epochs: int
+    batch_size: int
+    clip: float
+    train_rows: int
+    validation_rows: int
+    test_rows: int
+    dataset: str = "mnist"
+    version: int = PROTOCOL_VERSION
+
+    @cached_property
+    def identity(self) -> str:
+        return _hash(asdict(self))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One replica: a cell at one learning rate, 10^(-i/4), with one seed."""
+
+    cell: Cell
+    rate_index: int
+    seed: int
+
+    @property
+    def learning_rate(self) -> float:
+        return float(10.0 ** (-0.25 * self.rate_index))
+
+    @cached_property
+    def identity(self) -> str:
+        return _hash({**asdict(self.cell), "rate_index": self.rate_index, "seed": self.seed})
+
+
+def _hash(config: Mapping[str, Any]) -> str:
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Which methods a picture compares, and the paper's axes."""
+
+    name: str
+    title: str
+    lowest: float
+    """Where the paper's accuracy axis begins."""
+    methods_of: str = ""
+    clip: float | None = None
+
+    @property
+    def methods(self) -> list[Method]:
+        return [m for m in METHODS.values() if (self.methods_of or self.name) in m.figures]
+
+    def places(self, method: Method) -> tuple[str, ...]:
+        return method.places if self.name.startswith("location") else PLACES[:1]
+
+
+FIGURES = {
+    figure.name: figure
+    for figure in (
+        Figure("1a", "Exact against independent sampling", 75),
+        Figure("1b", "Uniform masks against data-dependent sketches", 28),
+        Figure("2a", "Simple proxies", 70),
+        Figure("2b", "Spectral against coordinate methods", 77),
+        Figure("2b-no-clip", "Spectral against coordinate methods, no clipping", 77, "2b", 0.0),
+        Figure("location-masks", "Location of the noise: masks", 30),
+        Figure("location-coordinate", "Location of the noise: coordinate sketches", 77),
+        Figure("location-spectral", "Location of the noise: spectral sketches", 90),
+    )
+}
+
+
+def figures_named(name: str, no_clip: bool = False) -> list[str]:
+    """``location`` is three panels, ``all`` is everything."""
+    if no_clip:
+        if name not in ("2b", "all"):
+            raise ExperimentError(f"--no-clip goes with --figure 2b, not {name}")
+        return ["2b-no-clip"] if name == "2b" else list(FIGURES)
+    return list(FIGURES) if name == "all" else [f for f in FIGURES if f.split("-")[0] == name]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How one part of a sweep trains; every key of the TOML's ``[protocol]``."""
+
+    widths: tuple[int, ...] = (784, 64, 64, 10)
+    epochs: int = 50
+    batch_size: int = 128
+    clip: float = 1.0
+    train_rows: int = 0
+    validation_rows: int = 5000
+    test_rows: int = 0
+    learning_rates: tuple[int, ...] = tuple(range(13))
+    seeds: tuple[int, ...] = (0, 1, 2)
+    budgets: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5)
+    widen: int = 2
+    stack: int = 20
+
+    def cell(self, method: Method, budget: float, place: str) -> Cell:
+        return Cell(
+            widths=self.widths,
+            sketch=method.expression(budget),
+            layers=method.layers(place) if method.sketch else "all",
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            clip=float(self.clip),
+            train_rows=self.train_rows,
+            validation_rows=self.validation_rows,
+            test_rows=self.test_rows,
+        )
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a series: where a cell is shown."""
+
+    method: str
+    place: str
+    budget: float
+    protocol: Protocol
+
+    @cached_property
+    def cell(self) -> Cell:
+        return self.protocol.cell(METHODS[self.method], self.budget, self.place)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A TOML file, read and checked."""
+
+    name: str
+    protocol: Protocol
+    figures: tuple[str, ...]
+    """The figures that this sweep can make."""
+    extras: tuple[Point, ...]
+    """Points that belong to no figure: deeper networks, longer training."""
+
+    def points(self, figure: str) -> list[Point]:
+        """All points of a figure, in the order of its series."""
+        spec = FIGURES[figure]
+        own = self.protocol if spec.clip is None else replace(self.protocol, clip=spec.clip)
+        return [
+            point
+            for method in spec.methods
+            for place in spec.places(method)
+            for point in _series(method, place, own)
+        ]
+
+    def select(self, names: Iterable[str], extras: bool) -> list[Point]:
+        """The points of some figures (and the extras), each cell once."""
+        every = [p for name in names for p in self.points(name)]
+        every += self.extras if extras else ()
+        return list({point.cell: point for point in reversed(every)}.values())[::-1]
+
+
+def _series(method: Method, place: str, protocol: Protocol) -> Iterator[Point]:
+    budgets = (1.0,) if method.name == EXACT else protocol.budgets
+    return (Point(method.name, place, budget, protocol) for budget in budgets)
+
+
+def load_sweep(preset: str) -> Sweep:
+    """A preset by name, or any TOML file by path."""
+    path = Path(preset) if preset.endswith(".toml") else PRESETS / f"{preset}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
+        raise ExperimentError(f"no sweep {preset!r}; use one of {known}, or a path to a .toml file")
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ExperimentError(f"{path} is not valid TOML: {error}") from None
+    _only(content, ("protocol", "figures", "extra"), str(path))
+    protocol = _protocol(Protocol(), content.get("protocol", {}), f"{path} [protocol]")
+    figures = tuple(content.get("figures", FIGURES))
+    for name in figures:
+        if name not in FIGURES:
+            raise ExperimentError(f"{path}: figure {name!r} is unknown; use {', '.join(FIGURES)}")
+    extras = [p for part in content.get("extra", ()) for p in _extra(protocol, part, str(path))]
+    sweep = Sweep(path.stem, protocol, figures, tuple(extras))
+    for point in sweep.select(figures, extras=True):
+        make_sketch(point.cell.sketch)  # a wrong budget or expression shows before hours of work
+    return sweep
+
+
+def _extra(protocol: Protocol, part: Mapping[str, Any], path: str) -> Iterator[Point]:
+    settings = dict(part)
+    methods = settings.pop("methods", ())
+    own = _protocol(protocol, settings, f"{path} [[extra]]")
+    for name in methods:
+        yield from _series(find_method(name), PLACES[0], own)
+
+
+def _protocol(base: Protocol, settings: Mapping[str, Any], where: str) -> Protocol:
+    known: dict[str, Any] = {field.name: type(field.default) for field in fields(Protocol)}
+    _only(settings, known, where)
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        kind = known[name]
+        right: Any = {tuple: list, float: (int, float), int: int}[kind]
+        if not isinstance(value, right) or isinstance(value, bool):
+            raise ExperimentError(
+                f"{where}: {name} = {value!r} must be {'a list' if kind is tuple else 'a number'}"
+            )
+        values[name] = kind(value)
+    made = replace(base, **values)
+    for name in ("seeds", "learning_rates", "budgets"):
+        if not getattr(made, name):
+            raise ExperimentError(f"{where}: {name} is empty; give at least one")
+    if min(made.epochs, made.batch_size, made.stack, made.validation_rows) < 1:
+        raise ExperimentError(
+            f"{where}: epochs, batch_size, stack and validation_rows must be at least 1"
+        )
+    return made
+
+
+def _only(given: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    unknown = sorted(set(given) - set(allowed))
+    if unknown:
+        raise ExperimentError(
+            f"{where}: {', '.join(unknown)} is unknown; use {', '.join(sorted(allowed))}"
+        )
+
+
+def planned_runs(point: Point, scores: Mapping[str, float]) -> list[Run]:
+    """The runs that a point needs, knowing the validation accuracy of those already done.
+
+    Where a seed's best learning rate sits at an edge of the grid, the grid goes on beyond that
+    edge for this seed, at most ``widen`` rates on each side.
+    """
+    protocol, cell = point.protocol, point.cell
+    grid = sorted(set(protocol.learning_rates))
+    runs: list[Run] = []
+    for seed in protocol.seeds:
+        own = list(grid)
+        while True:
+            planned = [Run(cell, index, seed) for index in own]
+            if any(run.identity not in scores for run in planned):
+                break
+            best = best_run(planned, scores).rate_index
+            up, down = own[0] - _gap(own[:2]), own[-1] + _gap(own[-2:])
+            if best == own[0] and own[0] > grid[0] - protocol.widen * _gap(own[:2]):
+                own.insert(0, up)
+            elif best == own[-1] and own[-1] < grid[-1] + protocol.widen * _gap(own[-2:]):
+                own.append(down)
+            else:
+                break
+        runs += planned
+    return runs
+
+
+def best_run(runs: Sequence[Run], scores: Mapping[str, float]) -> Run:
+    """The highest validation accuracy; of equals the smallest learning rate."""
+    return max(runs, key=lambda run: (scores[run.identity], run.rate_index))
+
+
+def _gap(ends: Sequence[int]) -> int:
+    return ends[1] - ends[0] if len(ends) == 2 else 1
