@@ -19,6 +19,7 @@ from ..sampling import draw_uniforms
 from ..sketches import ColumnSketch, Sketch
 from ..weights import column_sums
 from .linear import _autocast, refuse_second_backward
+from .passes import asked, one_draw
 
 Sizes = tuple[int, ...]
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -170,6 +171,7 @@ class _SketchedConv(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, u = ctx.saved_tensors
         with torch.no_grad():
+            ctx.asked = asked(ctx)
             pointwise = ctx.geometry.pointwise
             as_linear = pointwise and (
                 not isinstance(ctx.sketch, ColumnSketch) or rows_are_a_view(grad)
@@ -188,7 +190,7 @@ def _linear_gradients(
     ctx: Any, grad: Tensor, x: Tensor | None, weight: Tensor | None, u: Tensor | None
 ) -> Gradients:
     """Kernel 1 as a linear layer on rows (batch, position): views in channels_last."""
-    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    wants_x, wants_weight, wants_bias = ctx.asked
     sketch: Sketch = ctx.sketch
     G = channel_rows(grad)
     W = None if weight is None else weight.flatten(1)
@@ -196,7 +198,7 @@ def _linear_gradients(
     if wants_bias and sketch.exact_bias:
         db = column_sums(G).to(grad.dtype)
     if wants_x or wants_weight or (wants_bias and db is None):
-        compact = sketch(G, W, u)
+        compact = one_draw(ctx, grad, ctx.asked, lambda: sketch(G, W, u))
         if wants_x:
             assert W is not None
             rows = compact.input_grad(W)
@@ -214,7 +216,7 @@ def _channel_gradients(
     ctx: Any, grad: Tensor, x: Tensor | None, weight: Tensor | None, u: Tensor | None
 ) -> Gradients:
     """A column sketch on the channels of G as they lie in memory."""
-    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    wants_x, wants_weight, wants_bias = ctx.asked
     sketch: ColumnSketch = ctx.sketch
     in_rows = rows_are_a_view(grad)
     G = channel_rows(grad) if in_rows else grad.flatten(2)
@@ -223,7 +225,12 @@ def _channel_gradients(
         db = column_sums(G) if in_rows else G.sum(-1, dtype=solve_dtype(G)).sum(0)
         db = db.to(grad.dtype)
     if wants_x or wants_weight or (wants_bias and db is None):
-        index, scale = _choose(sketch, G if in_rows else sketch.fold(G), weight, u)
+        index, scale = one_draw(
+            ctx,
+            grad,
+            ctx.asked,
+            lambda: _choose(sketch, G if in_rows else sketch.fold(G), weight, u),
+        )
         # The kept channels, in the memory format of G.
         if in_rows:
             kept = scaled(G.index_select(1, index), scale)
@@ -257,7 +264,7 @@ def _pointwise_products(
     ctx: Any, kept: Tensor, x: Tensor | None, filters: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """dX_b = W_keptᵀ G_b and dW_kept = Σ_b G_b X_bᵀ, positions last: nothing is transposed."""
-    wants_x, wants_weight = ctx.needs_input_grad[:2]
+    wants_x, wants_weight = ctx.asked[:2]
     G = kept.flatten(2)
     B, r, L = G.shape
     dX = dW = None
@@ -280,7 +287,7 @@ def _kernel_products(
     ctx: Any, kept: Tensor, x: Tensor | None, filters: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """torch's own backward convolution, with the kept channels only."""
-    wants_x, wants_weight = ctx.needs_input_grad[:2]
+    wants_x, wants_weight = ctx.asked[:2]
     if not (wants_x or wants_weight):
         return None, None
     if kept.shape[1] == 0:  # an independent draw may keep nothing, which torch would refuse

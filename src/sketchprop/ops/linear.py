@@ -12,6 +12,7 @@ from .._checks import check_local
 from ..compact import Columns, CompactGradient
 from ..sketches import AmortisedSketch, PlanMemory, Sketch
 from ..weights import column_sums
+from .passes import asked, one_draw
 
 
 def sketched_linear(
@@ -91,7 +92,7 @@ class _SketchedLinear(torch.autograd.Function):
 def _gradients(
     ctx: Any, grad: Tensor, x: Tensor | None, weight: Tensor | None, u: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    wants_x, wants_weight, wants_bias = now = asked(ctx)
     sketch: Sketch = ctx.sketch
     G = as_rows(grad, ctx.stack)
     dX = dW = db = None
@@ -99,8 +100,7 @@ def _gradients(
         db = column_sums(G)
         db = db if db.dtype == grad.dtype else db.to(grad.dtype)
     if wants_x or wants_weight or (wants_bias and db is None):
-        remembers = ctx.memory is not None and isinstance(sketch, AmortisedSketch)
-        compact = ctx.memory.compact(sketch, G, weight, u) if remembers else sketch(G, weight, u)
+        compact = one_draw(ctx, grad, now, lambda: _draw(ctx, G, weight, u))
         if wants_x:
             assert weight is not None
             dX = compact.input_grad(weight)
@@ -113,6 +113,14 @@ def _gradients(
         if wants_bias and db is None:
             db = compact.bias_grad()
     return dX, dW, db
+
+
+def _draw(ctx: Any, G: Tensor, weight: Tensor | None, u: Tensor | None) -> CompactGradient:
+    sketch: Sketch = ctx.sketch
+    if ctx.memory is not None and isinstance(sketch, AmortisedSketch):
+        memory: PlanMemory = ctx.memory
+        return memory.compact(sketch, G, weight, u)
+    return sketch(G, weight, u)
 
 
 def _accumulated(compact: CompactGradient, X: Tensor, weight: Tensor | None) -> bool:

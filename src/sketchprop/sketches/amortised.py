@@ -85,6 +85,10 @@ class PlanMemory:
         self._made_for: tuple[object, ...] = ()
         self._uses = 0
 
+    def forget(self) -> None:
+        """Drops the plan: for gradients that were none, as those of a dry run."""
+        self._plan = None
+
     def compact(
         self, sketch: AmortisedSketch, G: Tensor, W: Tensor | None, u: Tensor | None
     ) -> CompactGradient:
