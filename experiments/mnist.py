@@ -11,6 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ from torch import Tensor
 
 import sketchprop as sp
 from sketchprop import data
+from sketchprop.sampling import sample_independent
 from sketchprop.sketches import Sketch
+from sketchprop.sketches.base import AtomSketch
 
 from .methods import make_sketch
 from .sweep import Cell, Run
@@ -228,10 +231,30 @@ def _epoch(stack: Stack, split: Split, orders: dict[int, torch.Generator]) -> No
         stack.step(x.view(*index.shape, -1), split.labels[index])
 
 
+class FullLength(AtomSketch):
+    """Independent draws padded with atoms times 0 to the number of all atoms.
+
+    The library pads to the longest draw of a stack. What that length is rounds differently in a
+    matrix product, so a replica would depend on its neighbours.
+    """
+
+    def draw(self, p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        index = torch.arange(p.shape[-1], device=p.device).expand(p.shape)
+        return index, torch.where(sample_independent(p, u), p.reciprocal(), 0.0)
+
+
+@lru_cache
+def _full_length(method: type[AtomSketch]) -> type[AtomSketch]:
+    return type(f"FullLength{method.__name__}", (FullLength, method), {})
+
+
 def layer_sketches(cell: Cell) -> list[Sketch]:
     """One for each layer; a layer that stays exact keeps all columns, which draws nothing."""
     count = len(cell.widths) - 1
     sketch = make_sketch(cell.sketch)
+    if isinstance(sketch, AtomSketch) and sketch.sampling == "independent":
+        options = {field.name: getattr(sketch, field.name) for field in fields(sketch)}
+        sketch = _full_length(type(sketch))(**options)
     keep = sp.ColumnMask(1.0)
     where = {"all": range(count), "first": [0], "last": [count - 1]}[cell.layers]
     return [keep if sketch is None or i not in where else sketch for i in range(count)]
