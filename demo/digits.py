@@ -116,35 +116,20 @@ def train(data: tuple[Tensor, ...], sketch: sp.Sketch | None, epochs: int, seed:
         return 100 * float((model(data[2]).argmax(1) == data[3]).float().mean())
 
 
-def kept_flops(sketch: sp.Sketch | None) -> float:
-    """Backward FLOPs of all linear layers, scoring and solving included, as a share of exact."""
-    shapes = list(itertools.pairwise(WIDTHS))
-    exact = [4 * BATCH * d * n for d, n in shapes]
+def meters(model: nn.Module, sketch: sp.Sketch | None, data: tuple[Tensor, ...]) -> tuple[str, str]:
+    """Backward FLOPs as a share of exact, and V/σ²: the variance added to the minibatches' own."""
     if sketch is None:
-        return 1.0
-    kept = [sketch.flops(BATCH, n, d) for d, n in shapes[:-1]] + exact[-1:]
-    return sum(kept) / sum(exact)
-
-
-def added_variance(model: nn.Module, sketch: sp.Sketch, data: tuple[Tensor, ...]) -> float:
-    """V/σ²: what the sketch adds to the variance that minibatches have anyway."""
+        return "1.00", "0.00"
     torch.manual_seed(0)
-    sp.sketch_(model, sketch)
-    spread, added = [], []
-
-    def gradient(x: Tensor, y: Tensor) -> Tensor:
-        grads = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
-        return torch.cat([g.flatten() for g in grads]).double()
-
-    with sp.exact(model):
-        full = gradient(data[0], data[1])
-    for x, y in batches(data[0], data[1]):
-        with sp.exact(model):
-            minibatch = gradient(x, y)
-        spread.append(float((minibatch - full).square().sum()))
-        added += [float((gradient(x, y) - minibatch).square().sum()) for _ in range(4)]
-    sp.unsketch_(model)
-    return statistics.mean(added) / statistics.mean(spread)
+    some = list(batches(data[0], data[1]))
+    options = {"draws": 4, "split": False, "nodes": False, "rounds": 0}
+    measured = sp.measure(
+        model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), some, sketch, **options
+    )
+    variance = measured.variance
+    # Where a few rare draws carry the variance, those that were met give a lower bound.
+    bound = "" if variance.reliable else "≥ "
+    return f"{measured.flops.kept:.2f}", f"{bound}{variance.relative.value:.2f}"
 
 
 def report(
@@ -169,14 +154,14 @@ def report(
             table.add_section()
         accuracy = results[name, budget]
         spread = statistics.stdev(accuracy) if len(accuracy) > 1 else 0.0
-        variance = 0.0 if sketch is None else added_variance(probe, sketch, data)
+        flops, variance = meters(probe, sketch, data)
         table.add_row(
             name if name != previous else "",
             f"{budget:g}",
             f"{statistics.mean(accuracy):.1f}",
             f"{spread:.1f}",
-            f"{kept_flops(sketch):.2f}",
-            f"{variance:.2f}",
+            flops,
+            variance,
         )
         previous = name
     return table

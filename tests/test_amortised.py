@@ -131,7 +131,7 @@ def test_accumulation_keeps_the_tensor_and_makes_no_dense_gradient():
     model[0].weight.register_hook(seen.append)
     model(torch.randn(4, 6)).sum().backward()
     assert model[0].weight.grad is grad
-    assert seen == []  # nothing dense came by
+    assert all(g is None for g in seen)  # nothing dense came by
     sp.unsketch_(model)
     assert "accumulate" not in model[0].__dict__
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ._version import __version__
 from .modules import SketchedModule
-from .sketches import AmortisedSketch, PlanMemory
+from .sketches import AmortisedSketch, PlanMemory, Sketch
 from .stopwatch import cpu_name, in_turns, seconds_of
 
 MARGIN = 0.97
@@ -63,14 +63,18 @@ class Judge:
         self.decisions: dict[tuple[Any, ...], Decision] = {}
         self.latest = False
         """The last decision: what a graph that is being compiled takes for good."""
+        self._sketch: Sketch | None = None
         self._timer = timer
 
     def __call__(self, layer: SketchedModule, inputs: Sequence[Any]) -> bool:
         if torch.compiler.is_compiling():
             return self.latest
         x = inputs[0]
+        if layer.sketch is not self._sketch:  # another sketch, other times
+            self._sketch = layer.sketch
+            self.decisions.clear()
         # What may change from call to call; the rest of the key is fixed for a run.
-        key = (x.shape, x.dtype, x.requires_grad, layer.sketch)
+        key = (x.shape, x.dtype, x.requires_grad)
         decision = self.decisions.get(key)
         if decision is None:
             decision = self.decisions[key] = self._decide(layer, inputs)
