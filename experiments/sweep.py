@@ -101,7 +101,11 @@ def figures_named(name: str, no_clip: bool = False) -> list[str]:
         if name not in ("2b", "all"):
             raise ExperimentError(f"--no-clip goes with --figure 2b, not {name}")
         return ["2b-no-clip"] if name == "2b" else list(FIGURES)
-    return list(FIGURES) if name == "all" else [f for f in FIGURES if f.split("-")[0] == name]
+    if name == "all":
+        return list(FIGURES)
+    if name == "location":
+        return [f for f in FIGURES if f.startswith("location-")]
+    return [name]
 
 
 @dataclass(frozen=True)

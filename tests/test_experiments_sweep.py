@@ -1,0 +1,289 @@
+"""Sweeps: what a TOML file asks for, which runs that is, and how claims are decided."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments import claims, sweep
+from experiments.methods import COLOURS, METHODS, ExperimentError, Method, make_sketch
+from experiments.selection import Results, SeedResult, Summary
+from experiments.sweep import FIGURES, Point, Protocol, Run, figures_named, load_sweep, planned_runs
+
+# The data files behind each of the paper's figures, as its sources name them.
+PAPER = {
+    "corr_topr_l1_squared": "l1",
+    "topr_l1_squared": "l1-independent",
+    "corr_topr_l1": "l1-root",
+    "corr_topr_l2_squared": "l2",
+    "corr_topr_l2": "l2-root",
+    "corr_topr_var_squared": "var",
+    "corr_topr_var": "var-root",
+    "corr_diag_optimal_sec_mom": "ds",
+    "diag_optimal_sec_mom": "ds-independent",
+    "corr_optimal_sec_mom": "rcs",
+    "optimal_sec_mom": "rcs-independent",
+    "corr_svd_topr_squared": "gsv",
+    "svd_topr_squared": "gsv-independent",
+    "corr_svd_topr": "gsv-root",
+    "ew_sparse_jac": "element",
+    "partial_participation": "sample",
+    "uniform": "column",
+}
+SERIES = {
+    "1a": "topr_l1_squared corr_topr_l1_squared diag_optimal_sec_mom corr_diag_optimal_sec_mom "
+    "svd_topr_squared corr_svd_topr_squared optimal_sec_mom corr_optimal_sec_mom",
+    "1b": "ew_sparse_jac partial_participation uniform corr_optimal_sec_mom "
+    "corr_diag_optimal_sec_mom",
+    "2a": "corr_topr_l1 corr_topr_l1_squared corr_topr_l2 corr_topr_l2_squared corr_topr_var "
+    "corr_topr_var_squared",
+    "2b": "corr_svd_topr corr_optimal_sec_mom corr_diag_optimal_sec_mom corr_topr_l1_squared "
+    "corr_svd_topr_squared",
+    "location-masks": "ew_sparse_jac partial_participation",
+    "location-coordinate": "corr_diag_optimal_sec_mom corr_topr_l1_squared",
+    "location-spectral": "corr_optimal_sec_mom corr_svd_topr_squared",
+}
+CONTROLS = {"control-columns", "control-samples", "exact"}
+
+
+@pytest.mark.parametrize("figure", SERIES)
+def test_figures_have_the_series_of_the_paper_and_the_controls(figure):
+    points = load_sweep("smoke").points(figure)
+    expected = {PAPER[name] for name in SERIES[figure].split()}
+    assert {p.method for p in points} == expected | CONTROLS
+    places = {p.place for p in points if p.method in expected}
+    assert places == ({"all", "first", "last"} if figure.startswith("location") else {"all"})
+
+
+def test_methods_are_the_sketches_of_the_paper():
+    """p ∝ proxy is the paper's 'squared'; its masks are independent coins."""
+    for name, method in METHODS.items():
+        sketch = make_sketch(method.expression(0.2))
+        if name == "exact":
+            assert sketch is None
+            continue
+        coins = name.endswith("-independent") or name in ("element", "sample", "column")
+        assert (sketch.sampling == "independent") == coins
+        assert getattr(sketch, "root", False) == name.endswith("-root")
+        assert sketch.budget == 0.2
+        assert not sketch.exact_bias
+        assert method.colour in COLOURS
+
+
+@pytest.mark.parametrize("preset", sorted(p.stem for p in sweep.PRESETS.glob("*.toml")))
+def test_presets_make_every_figure(preset):
+    made = load_sweep(preset)
+    assert set(made.figures) == set(FIGURES)
+    assert {p.cell.widths for p in made.extras} >= {(784, 64, 64, 64, 10)}
+    runs = [run for p in made.select(made.figures, True) for run in planned_runs(p, {})]
+    assert len({run.identity for run in runs}) == len(runs)
+
+
+def test_the_paper_preset_is_the_papers_protocol():
+    protocol = load_sweep("paper").protocol
+    assert (protocol.epochs, protocol.clip, protocol.widths) == (50, 1.0, (784, 64, 64, 10))
+    rates = [Run(None, i, 0).learning_rate for i in protocol.learning_rates]
+    assert rates == pytest.approx([10 ** (-0.25 * i) for i in range(13)])
+
+
+def test_names_of_figures():
+    assert figures_named("2b", no_clip=True) == ["2b-no-clip"]
+    assert len(figures_named("location")) == 3
+    assert figures_named("2b") == ["2b"]
+    assert figures_named("all") == list(FIGURES)
+    assert figures_named("1a") == ["1a"]
+    with pytest.raises(ExperimentError, match="--no-clip goes with --figure 2b, not 1a"):
+        figures_named("1a", no_clip=True)
+
+
+def test_a_series_is_one_line(monkeypatch):
+    line = Method("rows", "rows", "SampleMask({p})", "sample", ("1b", "2b"))
+    monkeypatch.setitem(METHODS, "rows", line)
+    made = load_sweep("smoke")
+    assert "rows" in {p.method for p in made.points("2b")}
+    assert "rows" not in {p.method for p in made.points("2a")}
+
+
+def test_identity_is_all_that_decides_the_result():
+    protocol = Protocol()
+    cell = protocol.cell(METHODS["l1"], 0.1, "all")
+    assert cell.identity == protocol.cell(METHODS["l1"], 0.1, "all").identity
+    others = [
+        replace(protocol, **change).cell(METHODS["l1"], 0.1, "all")
+        for change in (
+            {"epochs": 7}, {"batch_size": 64}, {"clip": 0.0}, {"widths": (784, 64, 64, 64, 10)},
+            {"train_rows": 99}, {"validation_rows": 1}, {"test_rows": 5},
+        )
+    ]  # fmt: skip
+    others += [protocol.cell(METHODS["l1"], 0.2, "all"), protocol.cell(METHODS["l2"], 0.1, "all")]
+    others += [protocol.cell(METHODS["l1"], 0.1, "first")]
+    identities = {c.identity for c in (cell, *others)}
+    assert len(identities) == 1 + len(others)
+    runs = {Run(cell, i, s).identity for i in (0, 1) for s in (0, 1)}
+    assert len(runs) == 4
+    # What only decides which runs there are is no part of it.
+    same = replace(protocol, seeds=(9,), stack=3, widen=0, budgets=(0.1,)).cell(
+        METHODS["l1"], 0.1, "all"
+    )
+    assert same.identity == cell.identity
+
+
+def test_identity_is_pinned():
+    """Stored results stay valid: this changes only together with PROTOCOL_VERSION."""
+    run = Run(Protocol().cell(METHODS["l1"], 0.1, "all"), 2, 1)
+    assert run.identity == "ac44e769117eaaa08750"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[[extra]]\nmethods = ["l3"]', r"method 'l3' is unknown; did you mean 'l[12]'"),
+        ('[[extra]]\nmethods = ["zzzz"]', r"'zzzz' is unknown; Known: l1, "),
+        ("[protocol]\nepoch = 3", r"\[protocol\]: epoch is unknown; use .*epochs"),
+        ("[protocol]\nepochs = 'many'", "epochs = 'many' must be a number"),
+        ("[protocol]\nseeds = 3", "seeds = 3 must be a list"),
+        ("[protocol]\nseeds = []", "seeds is empty"),
+        ("[protocol]\nbudgets = [1.5]", r"budget=1.5 is not a kept fraction"),
+        ("[protocol]\nstack = 0", "must be at least 1"),
+        ("sweeps = 1", "sweeps is unknown; use extra, figures, protocol"),
+        ("figures = ['3']", "figure '3' is unknown; use 1a"),
+        ("[protocol", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_sweep_is_refused_before_anything_runs(tmp_path, content, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(content)
+    with pytest.raises(ExperimentError, match=message):
+        load_sweep(str(path))
+
+
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(ExperimentError, match="no sweep 'huge'; use one of cpu, paper, smoke"):
+        load_sweep("huge")
+
+
+def plan(best_of, seeds=(0,), **changes):
+    """All runs, with validation accuracy decreasing in the distance from ``best_of[seed]``."""
+    protocol = Protocol(learning_rates=(2, 4, 6), seeds=seeds, **changes)
+    point = Point("l1", "all", 0.1, protocol)
+    scores = {}
+    for _ in range(20):
+        runs = planned_runs(point, scores)
+        missing = [run for run in runs if run.identity not in scores]
+        if not missing:
+            break
+        scores |= {r.identity: 90.0 - abs(r.rate_index - best_of[r.seed]) for r in missing}
+    return {seed: sorted(r.rate_index for r in runs if r.seed == seed) for seed in seeds}
+
+
+def test_the_grid_widens_where_the_best_rate_is_at_an_edge():
+    assert plan({0: 4}) == {0: [2, 4, 6]}
+    assert plan({0: 6}) == {0: [2, 4, 6, 8]}
+    assert plan({0: 2}) == {0: [0, 2, 4, 6]}
+    assert plan({0: 8, 1: 4}, seeds=(0, 1), widen=3) == {0: [2, 4, 6, 8, 10], 1: [2, 4, 6]}
+    assert plan({0: 99}, widen=2) == {0: [2, 4, 6, 8, 10]}
+    assert plan({0: -99}, widen=1) == {0: [0, 2, 4, 6]}
+    assert plan({0: 99}, widen=0) == {0: [2, 4, 6]}
+
+
+def test_of_equal_rates_the_smallest_is_best():
+    runs = [Run(Protocol().cell(METHODS["l1"], 0.1, "all"), i, 0) for i in (0, 1, 2)]
+    assert sweep.best_run(runs, dict.fromkeys((r.identity for r in runs), 9.8)) is runs[2]
+
+
+def test_choice_on_validation_accuracy_from_test():
+    protocol = Protocol(learning_rates=(0, 2, 4), seeds=(0, 1), widen=0)
+    point = Point("l1", "all", 0.1, protocol)
+    values = {  # seed, rate: validation, test there, highest test
+        (0, 0): (90, 89, 99), (0, 2): (95, 93, 94), (0, 4): (91, 95, 95),
+        (1, 0): (97, 96, 96), (1, 2): (95, 93, 94), (1, 4): (0, 0, 0),
+    }  # fmt: skip
+    rows = [
+        {
+            "run": Run(point.cell, rate, seed).identity,
+            "validation_accuracy": validation,
+            "test_accuracy": test,
+            "best_test_accuracy": best,
+            "best_epoch": 3,
+            "clipped_fraction": 0.5,
+            "diverged_epoch": int(test == 0),
+            "ranks": [6, 6, 1],
+        }
+        for (seed, rate), (validation, test, best) in values.items()
+    ]
+    summary = Results(rows).summary(point)
+    assert [summary.seeds[s].test for s in (0, 1)] == [93, 96]
+    assert [summary.seeds[s].best_test for s in (0, 1)] == [99, 96]
+    assert [summary.seeds[s].at_edge for s in (0, 1)] == [False, True]
+    assert (summary.median, summary.best_median, summary.diverged) == (94.5, 97.5, 1)
+    assert Results(rows[1:]).summary(point) is None
+
+
+def summaries(name, place="all", values=(), budgets=(0.05, 0.5)):
+    found = {}
+    for budget in budgets:
+        point = Point(name, place, budget, Protocol(seeds=tuple(range(len(values)))))
+        seeds = {s: SeedResult(v, v, 0.1, 1, 0.0, False) for s, v in enumerate(values)}
+        found[name, place, budget] = Summary(point, seeds, (), 1, 0)
+    return found
+
+
+def test_sign_flips_are_counted_exactly():
+    assert claims.sign_flip([1, 1, 1, 1, 1]) == 1 / 32
+    assert claims.sign_flip([3, -1]) == 0.5
+    assert claims.sign_flip([-1, -1, -1]) == 1.0
+    assert claims.sign_flip([0.0, 0.0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("better", "margin", "verdict"),
+    [
+        ((91, 92, 93, 94, 95), 0.0, claims.CONFIRMED),
+        ((89, 88, 87, 86, 85), 0.0, claims.NOT_CONFIRMED),
+        ((91, 89, 91, 89, 90), 0.0, claims.UNDECIDED),
+        ((89.5, 89.4, 89.6, 89.5, 89.5), 1.0, claims.CONFIRMED),
+        ((91, 92), 0.0, claims.UNDECIDED),
+    ],
+)
+def test_a_comparison_is_decided_by_its_seeds(better, margin, verdict):
+    found = summaries("gsv", values=better) | summaries("l1", values=[90] * len(better))
+    outcome = claims.check(claims.Comparison(("gsv", "all"), ("l1", "all"), margin=margin), found)
+    assert outcome.verdict == verdict
+    assert outcome.difference == pytest.approx(sum(better) / len(better) - 90)
+
+
+def test_a_comparison_looks_at_its_budgets_only_and_needs_both_series():
+    low, high = (
+        summaries("l1", values=[91] * 5, budgets=(0.05,)),
+        summaries("l1", values=[10] * 5, budgets=(0.5,)),
+    )
+    found = low | high | summaries("l1-independent", values=[90] * 5)
+    pair = (("l1", "all"), ("l1-independent", "all"))
+    assert claims.check(claims.Comparison(*pair, 0.1), found).difference == 1
+    assert claims.check(claims.Comparison(*pair), found).difference < 0
+    assert claims.check(claims.Comparison(pair[0], ("ds", "all")), found) is None
+
+
+def test_a_claim_needs_all_of_its_comparisons():
+    def outcome(p_above, p_below):
+        return claims.Outcome(claims.CLAIMS[0].comparisons[0], 0.0, 0.0, p_above, p_below, 5)
+
+    yes, no, open_ = outcome(0.03, 1), outcome(1, 0.03), outcome(0.4, 0.6)
+    assert claims.verdict([yes, yes]) == claims.CONFIRMED
+    assert claims.verdict([yes, no, open_]) == claims.NOT_CONFIRMED
+    assert claims.verdict([yes, open_]) == claims.UNDECIDED
+    assert claims.verdict([yes, None]) == claims.UNDECIDED
+    assert claims.verdict([]) == claims.UNDECIDED
+
+
+def test_every_comparison_of_a_claim_is_run():
+    made = load_sweep("smoke")
+    run = {(p.method, p.place) for name in made.figures for p in made.points(name)}
+    for claim in claims.CLAIMS:
+        for comparison in claim.comparisons:
+            assert {comparison.better, comparison.worse} <= run
+
+
+def test_experiments_are_not_in_the_wheel():
+    text = (Path(sweep.__file__).parents[1] / "pyproject.toml").read_text()
+    assert 'packages = ["src/sketchprop"]' in text
