@@ -27,6 +27,7 @@ METHODS: tuple[type[sp.Sketch], ...] = (
     sp.Diagonal,
     sp.GradientSVD,
     sp.RankConstrained,
+    sp.Rows,
 )
 
 BUDGETS: tuple[float | int, ...] = (0.1, 0.3, 0.5, 1, 1.0)

@@ -169,7 +169,7 @@ def test_the_gradient_is_that_of_gated_projections(mode, kind, need_weights, mon
     mine = sketched(module, sketch)
     got = gradients(mine, given, need_weights=need_weights)
 
-    def gated(x, weight, bias, sketch):
+    def gated(x, weight, bias, sketch, **options):
         return sp.gate(nn.functional.linear(x, weight, bias), sketch, weight=weight)
 
     monkeypatch.setattr(attention_module, "sketched_linear", gated)
@@ -199,7 +199,7 @@ def test_mean_of_every_gradient_is_exact(kind, sketch, monkeypatch):
         seen.clear()
         original = sp.sketched_linear
 
-        def chosen(x, weight, bias, sketch):
+        def chosen(x, weight, bias, sketch, **options):
             is_out = weight.data_ptr() == mine.out_proj.weight.data_ptr()
             u = out_u if is_out else in_u
             y = original(x, weight, bias, sketch, u=u)
@@ -246,7 +246,7 @@ def test_self_attention_has_one_product_for_q_k_and_v(monkeypatch):
     calls = []
     original = sp.sketched_linear
 
-    def spy(x, weight, bias, sketch):
+    def spy(x, weight, bias, sketch, **options):
         calls.append(tuple(weight.shape))
         return original(x, weight, bias, sketch)
 

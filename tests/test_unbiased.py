@@ -8,7 +8,7 @@ from torch import nn
 
 import sketchprop as sp
 from laws import CASES, SKETCHES, layer
-from sketchprop.compact import Columns
+from sketchprop.compact import KeptColumns
 from sketchprop.diagnostics.unbiased import expected_gradients
 
 
@@ -36,7 +36,7 @@ class TopK(sp.ColumnSketch):
     def compact(self, G, W, u):
         rank = int(self.rank(G.shape[-1]))
         index = self.weights(G, W).topk(rank).indices.sort().values
-        return Columns(index, G[:, index], G.shape[-1])
+        return KeptColumns(index, G[:, index], G.shape[-1])
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,7 +98,7 @@ def test_a_callable():
 
     def shrunk(G, W):
         kept = sp.ColumnMask(0.5)(G, W)
-        return Columns(kept.index, 0.5 * kept.values, kept.n)
+        return KeptColumns(kept.index, 0.5 * kept.values, kept.n)
 
     assert not sp.check_unbiased(shrunk, draws=200).ok
 

@@ -10,7 +10,7 @@ true gradient and whose cost is a fraction.
 from . import select
 from ._version import __version__
 from .allocator import keep_pages
-from .compact import Columns, CompactGradient, LowRank, Rows
+from .compact import CompactGradient
 from .diagnostics import Monitor, check_unbiased, measure, plan
 from .modules import SketchedLinear, SketchedModule, sketchable
 from .ops import gate, sketched_conv, sketched_linear
@@ -26,6 +26,7 @@ from .sketches import (
     ElementMask,
     GradientSVD,
     RankConstrained,
+    Rows,
     RowSketch,
     SampleMask,
     Sketch,
@@ -39,13 +40,11 @@ __all__ = [
     "L2",
     "ColumnMask",
     "ColumnSketch",
-    "Columns",
     "CompactGradient",
     "Diagonal",
     "ElementMask",
     "GradientSVD",
     "Ladder",
-    "LowRank",
     "Monitor",
     "RankConstrained",
     "RowSketch",

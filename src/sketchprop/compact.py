@@ -31,7 +31,7 @@ class CompactGradient(Protocol):
 
 
 @dataclass(frozen=True)
-class Columns:
+class KeptColumns:
     """Some columns of Ĝ: ``values[..., B, r]`` are its columns ``index[..., r]`` of ``n``."""
 
     index: Tensor
@@ -64,7 +64,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Rows:
+class KeptRows:
     """Some rows of Ĝ: ``values[..., r, n]`` are its rows ``index[..., r]`` of ``B``."""
 
     index: Tensor
@@ -110,6 +110,82 @@ class LowRank:
     @property
     def nbytes(self) -> int:
         return self.left.nbytes + self.right.nbytes
+
+
+@dataclass(frozen=True)
+class Whole:
+    """G itself: the exact side of a two-sided gradient."""
+
+    G: Tensor
+
+    def dense(self) -> Tensor:
+        return self.G
+
+    def input_grad(self, W: Tensor) -> Tensor:
+        return self.G @ W
+
+    def weight_grad(self, X: Tensor) -> Tensor:
+        return self.G.mT @ X
+
+    def bias_grad(self) -> Tensor:
+        return self.G.sum(-2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.G.nbytes
+
+
+@dataclass(frozen=True)
+class OfRows:
+    """Some rows of Ĝ, themselves compact: ``inner: [..., r, n]`` at the rows ``index`` of ``B``."""
+
+    index: Tensor
+    inner: CompactGradient
+    B: int
+
+    def dense(self) -> Tensor:
+        return scatter_rows(self.inner.dense(), self.index, self.B)
+
+    def input_grad(self, W: Tensor) -> Tensor:
+        return scatter_rows(self.inner.input_grad(W), self.index, self.B)
+
+    def weight_grad(self, X: Tensor) -> Tensor:
+        return self.inner.weight_grad(take_rows(X, self.index))
+
+    def bias_grad(self) -> Tensor:
+        return self.inner.bias_grad()
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes + 4 * self.index.numel()
+
+
+@dataclass(frozen=True)
+class TwoSided:
+    """One compact gradient for dX, another for dW, and one for db (by default that of dW).
+
+    ``dense()`` is the Ĝ of dX: there is no single one.
+    """
+
+    input: CompactGradient
+    weight: CompactGradient
+    bias: CompactGradient | None = None
+
+    def dense(self) -> Tensor:
+        return self.input.dense()
+
+    def input_grad(self, W: Tensor) -> Tensor:
+        return self.input.input_grad(W)
+
+    def weight_grad(self, X: Tensor) -> Tensor:
+        return self.weight.weight_grad(X)
+
+    def bias_grad(self) -> Tensor:
+        return (self.bias or self.weight).bias_grad()
+
+    @property
+    def nbytes(self) -> int:
+        return self.input.nbytes
 
 
 @dataclass(frozen=True)

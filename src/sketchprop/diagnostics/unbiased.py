@@ -141,7 +141,8 @@ def expected_gradients(sketch: Sketch, G: Tensor, W: Tensor, X: Tensor) -> tuple
     them the estimate is constant. Where a sketch takes several uniforms the estimate is a sum of
     terms that each depend on one, so they may all be moved together.
     """
-    p = sketch.probabilities(G, W).detach().to(torch.float64).flatten()
+    seen: dict[str, Any] = {"X": X} if sketch.needs_input else {}
+    p = sketch.probabilities(G, W, **seen).detach().to(torch.float64).flatten()
     if p.isnan().any() and G.isfinite().all():
         raise ValueError(
             f"{sketch!r} has NaN probabilities for a finite gradient; its weights must not be "
@@ -154,7 +155,7 @@ def expected_gradients(sketch: Sketch, G: Tensor, W: Tensor, X: Tensor) -> tuple
     totals = [torch.zeros_like(X), torch.zeros_like(W), G.new_zeros(G.shape[-1])]
     for low, high in pairwise(points):
         if high > low:
-            compact = sketch(G, W, ((low + high) / 2).expand(shape))
+            compact = sketch(G, W, ((low + high) / 2).expand(shape), **seen)
             parts = (compact.input_grad(W), compact.weight_grad(X), compact.bias_grad())
             for total, part in zip(totals, parts, strict=True):
                 total.add_((high - low) * part)

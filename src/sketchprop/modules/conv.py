@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import sketched_conv
-from ..ops.conv import only_columns
-from ..sketches import ColumnSketch, Sketch
+from ..ops.conv import fits_kernels, only_columns
+from ..sketches import Sketch
 from .base import SketchedModule
 
 
@@ -39,7 +39,7 @@ class _SketchedConv(SketchedModule):
         if layer.groups > 1:
             return f"groups={layer.groups}: only convolutions without groups are sketched"
         pointwise = max(layer.kernel_size) == 1 and _no_padding(layer)
-        if not pointwise and not isinstance(sketch, ColumnSketch):
+        if not pointwise and not fits_kernels(sketch):
             return only_columns(sketch)
         return ""
 

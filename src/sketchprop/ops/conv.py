@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import check_local, solve_dtype
-from ..compact import scaled
+from ..compact import KeptRows, scaled
+from ..layout import Layout
 from ..sampling import draw_uniforms
-from ..sketches import ColumnSketch, Sketch
+from ..sketches import ColumnSketch, Rows, Sketch
 from ..weights import column_sums
 from .linear import _autocast, refuse_second_backward
 from .passes import asked, one_draw
@@ -67,9 +68,10 @@ def sketched_conv(
 
     ``x: [B, C, *spatial]`` or ``[C, *spatial]``, ``weight: [n, C, *kernel]``, ``bias: [n]``.
     A column sketch keeps output channels: the backward convolution has r of n of them, cost
-    4·B·L·r·C·k + O(B·L·n). With kernel 1 and no padding any sketch works, on rows
-    (batch, position). As in ``sketched_linear`` draws are made in backward, ``u`` replaces them,
-    and where everything would be kept this is the exact convolution.
+    4·B·L·r·C·k + O(B·L·n). ``Rows`` by samples keeps r of B images. With kernel 1 and no padding
+    any sketch works, on rows (batch, position). As in ``sketched_linear`` draws are made in
+    backward, ``u`` replaces them, and where everything would be kept this is the exact
+    convolution.
 
     >>> from sketchprop import L1
     >>> x, filters = torch.randn(8, 16, 32, 32), torch.randn(64, 16, 3, 3)
@@ -92,7 +94,7 @@ def sketched_conv(
             "equal: grouped convolutions are not sketched, use F.conv2d"
         )
     x, geometry = _geometry(x, weight, stride, padding, dilation)
-    if not geometry.pointwise and not isinstance(sketch, ColumnSketch):
+    if not geometry.pointwise and not fits_kernels(sketch):
         raise TypeError(only_columns(sketch))
     n, d = weight.shape[0], weight[0].numel()
     rows = x.shape[0] * math.prod(geometry.output(tuple(x.shape[2:])))
@@ -103,11 +105,19 @@ def sketched_conv(
     return _SketchedConv.apply(x, weight, bias, sketch, geometry, u)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def fits_kernels(sketch: Sketch) -> bool:
+    """Whether ``sketch`` keeps whole channels or whole samples, as kernels need."""
+    if isinstance(sketch, Rows):
+        return sketch.whole_samples(pixels=True) and sketch.then is None and not sketch.needs_input
+    return isinstance(sketch, ColumnSketch)
+
+
 def only_columns(sketch: Sketch) -> str:
     """Why ``sketch`` cannot take a convolution with a kernel."""
     return (
-        f"{sketch!r} does not keep whole output channels: it takes convolutions of kernel 1 "
-        "without padding; for others use a column sketch, for example L1"
+        f"{sketch!r} does not keep whole output channels or samples: it takes convolutions of "
+        "kernel 1 without padding; for others use a column sketch, for example L1, or whole "
+        "samples, Rows(0.1, unit='sample')"
     )
 
 
@@ -159,7 +169,9 @@ class _SketchedConv(torch.autograd.Function):
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         # As in sketched_linear: a frozen weight needs no input, a frozen input no weight.
         ctx.save_for_backward(
-            x if wants_weight else None, weight if wants_x or sketch.needs_weight else None, u
+            x if wants_weight or sketch.needs_input else None,
+            weight if wants_x or sketch.needs_weight else None,
+            u,
         )
         ctx.sketch = sketch
         ctx.geometry = geometry
@@ -177,6 +189,8 @@ class _SketchedConv(torch.autograd.Function):
                 not isinstance(ctx.sketch, ColumnSketch) or rows_are_a_view(grad)
             )
             gradients = _linear_gradients if as_linear else _channel_gradients
+            if not pointwise and isinstance(ctx.sketch, Rows):
+                gradients = _sample_gradients
             grads: tuple[Tensor | None, ...] = gradients(ctx, grad, x, weight, u)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grads = refuse_second_backward(grads, grad, x, weight)
@@ -198,7 +212,7 @@ def _linear_gradients(
     if wants_bias and sketch.exact_bias:
         db = column_sums(G).to(grad.dtype)
     if wants_x or wants_weight or (wants_bias and db is None):
-        compact = one_draw(ctx, grad, ctx.asked, lambda: sketch(G, W, u))
+        compact = one_draw(ctx, grad, ctx.asked, lambda: _draw(ctx, G, x, W, u, grad.shape[0]))
         if wants_x:
             assert W is not None
             rows = compact.input_grad(W)
@@ -209,6 +223,42 @@ def _linear_gradients(
             dW = compact.weight_grad(channel_rows(ctx.geometry.visited(x))).view(ctx.weight_shape)
         if wants_bias and db is None:
             db = compact.bias_grad()
+    return dX, dW, db
+
+
+def _draw(
+    ctx: Any, G: Tensor, x: Tensor | None, W: Tensor | None, u: Tensor | None, samples: int
+) -> Any:
+    sketch: Sketch = ctx.sketch
+    if not sketch.by_rows:
+        return sketch(G, W, u)
+    layout = Layout(1, samples, G.shape[0] // samples, pixels=True)
+    X = None
+    if x is not None and sketch.needs_input:
+        X = channel_rows(ctx.geometry.visited(x))
+    return sketch(G, W, u, X=X, layout=layout)
+
+
+def _sample_gradients(
+    ctx: Any, grad: Tensor, x: Tensor | None, weight: Tensor | None, u: Tensor | None
+) -> Gradients:
+    """Whole samples: torch's own backward convolution over a smaller batch."""
+    wants_x, wants_weight, wants_bias = ctx.asked
+    sketch: Rows = ctx.sketch
+    G = grad.flatten(1)
+    dX = dW = db = None
+    if wants_bias and sketch.exact_bias:
+        db = grad.flatten(2).sum((0, 2), dtype=solve_dtype(grad)).to(grad.dtype)
+    if wants_x or wants_weight or (wants_bias and db is None):
+        kept: KeptRows = one_draw(ctx, grad, ctx.asked, lambda: sketch(G, None, u))  # type: ignore[assignment]
+        part = kept.values.view(-1, *grad.shape[1:])
+        few = None if x is None else x.index_select(0, kept.index)
+        shape = (part.shape[0], *ctx.input_shape[1:])
+        dX, dW = _kernel_products(ctx, part, few, weight, shape)
+        if dX is not None:
+            dX = dX.new_zeros(ctx.input_shape).index_copy_(0, kept.index, dX)
+        if wants_bias and db is None:
+            db = part.flatten(2).sum((0, 2))
     return dX, dW, db
 
 
@@ -240,7 +290,7 @@ def _channel_gradients(
             kept = kept.view(*kept.shape[:2], *grad.shape[2:])
         filters = None if weight is None else weight.index_select(0, index)
         products = _pointwise_products if ctx.geometry.pointwise else _kernel_products
-        dX, filter_grads = products(ctx, kept, x, filters)
+        dX, filter_grads = products(ctx, kept, x, filters, ctx.input_shape)
         if wants_weight:
             assert filter_grads is not None
             dW = filter_grads.new_zeros(ctx.weight_shape).index_copy_(0, index, filter_grads)
@@ -261,7 +311,7 @@ def _choose(
 
 
 def _pointwise_products(
-    ctx: Any, kept: Tensor, x: Tensor | None, filters: Tensor | None
+    ctx: Any, kept: Tensor, x: Tensor | None, filters: Tensor | None, shape: Sizes
 ) -> tuple[Tensor | None, Tensor | None]:
     """dX_b = W_keptᵀ G_b and dW_kept = Σ_b G_b X_bᵀ, positions last: nothing is transposed."""
     wants_x, wants_weight = ctx.asked[:2]
@@ -284,18 +334,19 @@ def _pointwise_products(
 
 
 def _kernel_products(
-    ctx: Any, kept: Tensor, x: Tensor | None, filters: Tensor | None
+    ctx: Any, kept: Tensor, x: Tensor | None, filters: Tensor | None, shape: Sizes
 ) -> tuple[Tensor | None, Tensor | None]:
-    """torch's own backward convolution, with the kept channels only."""
+    """torch's own backward convolution, with the kept channels or samples; x has ``shape``."""
     wants_x, wants_weight = ctx.asked[:2]
     if not (wants_x or wants_weight):
         return None, None
-    if kept.shape[1] == 0:  # an independent draw may keep nothing, which torch would refuse
-        dX = kept.new_zeros(ctx.input_shape) if wants_x else None
-        return dX, kept.new_zeros(0, *ctx.weight_shape[1:]) if wants_weight else None
+    if kept.numel() == 0:  # an independent draw may keep nothing, which torch would refuse
+        dX = kept.new_zeros(shape) if wants_x else None
+        some = (kept.shape[1], *ctx.weight_shape[1:])
+        return dX, kept.new_zeros(some) if wants_weight else None
     # Of what was not saved only the shape is looked at.
     if x is None:
-        x = kept.new_empty(1).expand(ctx.input_shape)
+        x = kept.new_empty(1).expand(shape)
     if filters is None:
         filters = kept.new_empty(1).expand(kept.shape[1], *ctx.weight_shape[1:])
     _, stride, padding, dilation = ctx.geometry

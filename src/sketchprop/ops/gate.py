@@ -34,6 +34,11 @@ def gate(
             "ElementMask masks the weight and the input of a layer, not a gradient: it works in "
             "sketched_linear and sketch_, not in gate; ColumnMask and SampleMask do"
         )
+    if sketch.needs_input or not sketch.one_gradient:
+        raise TypeError(
+            f"{sketch!r} looks at a layer's input or treats dX and dW apart: it works in "
+            "sketched_linear and sketch_, not in gate; Rows(0.1) does"
+        )
     if sketch.needs_weight:
         check_weight(weight, sketch)
     stack = () if weight is None else weight.shape[:-2]
@@ -52,15 +57,17 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, weight, ctx.sketch, u = inputs
+        x, weight, ctx.sketch, u = inputs
         ctx.stack = torch.Size() if weight is None else weight.shape[:-2]
+        ctx.layout = ctx.sketch.layout_of(tuple(x.shape[len(ctx.stack) : -1]))
         ctx.save_for_backward(weight, u)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, u = ctx.saved_tensors
         with torch.no_grad():
-            dense = ctx.sketch(as_rows(grad, ctx.stack), weight, u).dense().view(grad.shape)
+            G = as_rows(grad, ctx.stack)
+            dense = ctx.sketch(G, weight, u, layout=ctx.layout).dense().view(grad.shape)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             (dense,) = refuse_second_backward((dense,), grad)
         return dense, None, None, None

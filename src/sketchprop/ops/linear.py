@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import check_local
-from ..compact import Columns, CompactGradient
+from ..compact import CompactGradient, KeptColumns
+from ..layout import Layout
 from ..sketches import AmortisedSketch, PlanMemory, Sketch
 from ..weights import column_sums
 from .passes import asked, one_draw
@@ -24,6 +25,7 @@ def sketched_linear(
     u: Tensor | None = None,
     memory: PlanMemory | None = None,
     accumulate: bool = False,
+    layout: Layout | None = None,
 ) -> Tensor:
     """``F.linear(x, weight, bias)``, with dX and dW from a sketch of the output gradient.
 
@@ -35,7 +37,8 @@ def sketched_linear(
     ``refresh_every`` above 1; each layer needs its own. ``accumulate``: where ``weight.grad`` is
     there already, backward adds the kept rows of dW to it in place instead of making a dense dW.
     That is for ``loss.backward()`` in a plain loop only: hooks on the weight and
-    ``torch.autograd.grad`` do not see what was added.
+    ``torch.autograd.grad`` do not see what was added. ``layout``: which rows belong to
+    one sample, for sketches that keep whole samples; by default as the sketch reads the shape.
 
     >>> from sketchprop import L1
     >>> W = torch.randn(64, 784, requires_grad=True)
@@ -58,7 +61,9 @@ def sketched_linear(
     check_local(weight, sketch)
     if memory is not None and torch.compiler.is_compiling():
         memory = None  # a step that is compiled may have no side effects
-    return _SketchedLinear.apply(x, weight, bias, sketch, u, memory, accumulate)  # type: ignore[no-any-return, no-untyped-call]
+    if layout is None and sketch.by_rows:
+        layout = sketch.layout_of(tuple(x.shape[len(stack) : -1]))
+    return _SketchedLinear.apply(x, weight, bias, sketch, u, memory, accumulate, layout)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _SketchedLinear(torch.autograd.Function):
@@ -70,12 +75,13 @@ class _SketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, ctx.sketch, u, ctx.memory, ctx.accumulate = inputs
+        x, weight, _, ctx.sketch, u, ctx.memory, ctx.accumulate, ctx.layout = inputs
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         # A frozen weight needs no input, a frozen input no weight. The parameter itself is
         # saved, never a copy: FSDP2 frees and refills it in between.
         needs_weight = wants_x or ctx.sketch.needs_weight or ctx.accumulate
-        ctx.save_for_backward(x if wants_weight else None, weight if needs_weight else None, u)
+        needs_input = wants_weight or ctx.sketch.needs_input
+        ctx.save_for_backward(x if needs_input else None, weight if needs_weight else None, u)
         ctx.input_shape = x.shape
         ctx.stack = weight.shape[:-2]
 
@@ -83,10 +89,10 @@ class _SketchedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, u = ctx.saved_tensors
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return (*_gradients(ctx, grad, x, weight, u), None, None, None, None)
+            return (*_gradients(ctx, grad, x, weight, u), None, None, None, None, None)
         with torch.no_grad():
             grads = _gradients(ctx, grad, x, weight, u)
-        return (*refuse_second_backward(grads, grad, x, weight), None, None, None, None)
+        return (*refuse_second_backward(grads, grad, x, weight), None, None, None, None, None)
 
 
 def _gradients(
@@ -100,7 +106,7 @@ def _gradients(
         db = column_sums(G)
         db = db if db.dtype == grad.dtype else db.to(grad.dtype)
     if wants_x or wants_weight or (wants_bias and db is None):
-        compact = one_draw(ctx, grad, now, lambda: _draw(ctx, G, weight, u))
+        compact = one_draw(ctx, grad, now, lambda: _draw(ctx, G, x, weight, u))
         if wants_x:
             assert weight is not None
             dX = compact.input_grad(weight)
@@ -115,19 +121,24 @@ def _gradients(
     return dX, dW, db
 
 
-def _draw(ctx: Any, G: Tensor, weight: Tensor | None, u: Tensor | None) -> CompactGradient:
+def _draw(
+    ctx: Any, G: Tensor, x: Tensor | None, weight: Tensor | None, u: Tensor | None
+) -> CompactGradient:
     sketch: Sketch = ctx.sketch
     if ctx.memory is not None and isinstance(sketch, AmortisedSketch):
         memory: PlanMemory = ctx.memory
         return memory.compact(sketch, G, weight, u)
-    return sketch(G, weight, u)
+    if not sketch.by_rows:
+        return sketch(G, weight, u)
+    X = as_rows(x, ctx.stack) if x is not None and sketch.needs_input else None
+    return sketch(G, weight, u, X=X, layout=ctx.layout)
 
 
 def _accumulated(compact: CompactGradient, X: Tensor, weight: Tensor | None) -> bool:
     """Adds dW to ``weight.grad`` in place, if it can be."""
     if weight is None or not weight.is_leaf or weight.grad is None:
         return False
-    if not isinstance(compact, Columns) or weight.grad.dtype != X.dtype:
+    if not isinstance(compact, KeptColumns) or weight.grad.dtype != X.dtype:
         return False
     compact.add_weight_grad_(X, weight.grad)
     return True

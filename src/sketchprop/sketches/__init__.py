@@ -5,11 +5,14 @@ from .atoms import ColumnSketch, RowSketch
 from .base import AtomSketch, Sketch
 from .coordinate import L1, L2, Diagonal, Variance
 from .masks import ColumnMask, ElementMask, SampleMask
+from .rows import VCAS, WTACRS, Rows
 from .spectral import GradientSVD, RankConstrained, SpectralSketch
 
 __all__ = [
     "L1",
     "L2",
+    "VCAS",
+    "WTACRS",
     "AmortisedSketch",
     "AtomSketch",
     "ColumnMask",
@@ -20,6 +23,7 @@ __all__ = [
     "PlanMemory",
     "RankConstrained",
     "RowSketch",
+    "Rows",
     "SampleMask",
     "Sketch",
     "SpectralSketch",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._checks import check_budget, check_sampling
 from ..compact import CompactGradient
+from ..layout import Layout
 from ..sampling import draw_uniforms, sample_independent, systematic
 
 
@@ -36,6 +37,19 @@ class Sketch(ABC):
 
     needs_weight: ClassVar[bool] = False
     """Whether the draw looks at W; if not, ``None`` may be given for it."""
+    by_rows: ClassVar[bool] = False
+    """Whether the draw asks which rows belong to one sample; if not, ``layout`` is ignored."""
+    one_gradient: ClassVar[bool] = True
+    """Whether dX, dW and db all come from one Ĝ."""
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether the draw looks at the layer's input X."""
+        return False
+
+    def layout_of(self, dims: tuple[int, ...]) -> Layout:
+        """Which rows belong to one sample, in a layer whose input is ``[*dims, d]``."""
+        return Layout.of(dims)
 
     def __repr__(self) -> str:
         shown = [repr(self.budget)]
@@ -50,9 +64,18 @@ class Sketch(ABC):
         check_sampling(self.sampling)
 
     def __call__(
-        self, G: Tensor, W: Tensor | None = None, u: Tensor | None = None
+        self,
+        G: Tensor,
+        W: Tensor | None = None,
+        u: Tensor | None = None,
+        *,
+        X: Tensor | None = None,
+        layout: Layout | None = None,
     ) -> CompactGradient:
-        """Draws Ĝ; ``u`` fixes the uniforms (``uniform_shape`` says which shape), for tests."""
+        """Draws Ĝ; ``u`` fixes the uniforms (``uniform_shape`` says which shape), for tests.
+
+        ``X: [..., B, d]`` is for sketches with ``needs_input``, ``layout`` for those ``by_rows``.
+        """
         if u is None:
             u = draw_uniforms(self.uniform_shape(G, W), G.device)
         return self.compact(G, W, u)
@@ -170,6 +193,11 @@ class AtomSketch(Sketch):
 
     def probabilities(self, G: Tensor, W: Tensor | None = None) -> Tensor:
         return self.plan(G, W).probabilities
+
+
+def part_of(u: Tensor, stack: int, start: int, shape: tuple[int, ...]) -> Tensor:
+    """The uniforms of one draw among those of several: ``u: [*stack, all]`` from ``start`` on."""
+    return u[..., start : start + math.prod(shape[stack:])].reshape(shape)
 
 
 def _take(p: Tensor, index: Tensor) -> Tensor:
