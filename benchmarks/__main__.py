@@ -1,4 +1,4 @@
-"""python -m benchmarks linear | conv | model | memory
+"""python -m benchmarks linear | conv | model | memory | page
 
 Times exact and sketched work in turns, in random order, in one process, and reports the median of
 the ratios within a round, with quartiles. Both sides run under the same allocator settings; by
@@ -15,12 +15,16 @@ from pathlib import Path
 import torch
 
 from . import layers, models
+from .page import write_page
 from .results import FOLDER, Line, plot, save, show
 from .timing import restart_pinned
 
 
 def main() -> None:
     args = _parser().parse_args()
+    if args.command == "page":
+        print(f"page: {write_page()}")  # noqa: T201
+        return
     if args.command != "memory":
         restart_pinned(args.allocator)
     torch.set_num_threads(args.threads)
@@ -107,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         model.add_argument("--budgets", type=float, nargs="+", default=[0.1])
         if name == "model":
             model.add_argument("--compile", action="store_true", help="compiled steps too")
+    commands.add_parser("page", help="docs/results/speed.md from the stored results")
     return parser
 
 

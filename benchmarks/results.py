@@ -99,11 +99,19 @@ def plot(path: Path, lines: Sequence[Line], title: str) -> None:
         if floors:
             axes.plot(*zip(*floors, strict=True), ls=":", color=color)
     axes.axhline(1, color="#212121", lw=1)
-    axes.text(axes.get_xlim()[1], 1.01, "exact", ha="right", va="bottom", fontsize=8)
+    axes.annotate(
+        "exact",
+        (1, 1),
+        (-4, 3),
+        axes.get_yaxis_transform(),
+        "offset points",
+        ha="right",
+        fontsize=8,
+    )
     axes.plot([], [], ls=":", color="#757575", label="floor: the reduced products alone")
     axes.set(xlabel="kept fraction", ylabel="time over exact", title=title, ylim=(0, None))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.02, 0.72))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
