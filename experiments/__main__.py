@@ -36,7 +36,7 @@ def _mnist(options: argparse.Namespace) -> int:
     out = Path(options.out or f"results/mnist-{sweep.name}")
     asked = figures_named(options.figure, options.no_clip)
     names = [name for name in asked if name in sweep.figures]
-    if not names:
+    if not names and not (options.figure == "all" and sweep.extras):
         raise ExperimentError(f"{options.preset} makes {', '.join(sweep.figures)}, not {asked}")
     points = sweep.select(names, extras=options.figure == "all")
     if options.plan:

@@ -185,10 +185,11 @@ def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
     if any(run.cell != cell for run in runs):
         raise ValueError("replicas of one stack may differ in learning rate and seed only")
     found = load(cell.train_rows, cell.validation_rows, cell.test_rows)
-    stack = Stack(cell, runs)
+    # torch multiplies a stack of one on another path, which rounds differently: it gets a twin.
+    stack = Stack(cell, runs if len(runs) > 1 else [runs[0], runs[0]])
     orders = {seed: generator("order", seed) for seed in stack.seeds}
     validation, test, losses = [], [], []
-    lost_at = [0] * len(runs)
+    lost_at = [0] * len(stack.seeds)
     for epoch in range(1, cell.epochs + 1):
         stack.loss.zero_()
         _epoch(stack, found.train, orders)
@@ -215,7 +216,7 @@ def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "ranks": ranks,
             "wall_seconds": round(seconds, 4),
         }
-        for r, curve in enumerate(curves)
+        for r, curve in zip(range(len(runs)), curves, strict=False)
     ]
 
 

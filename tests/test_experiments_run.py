@@ -1,0 +1,259 @@
+"""The whole way: from MNIST's files to figures, killed in between, and with broken data."""
+
+import contextlib
+import gzip
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments import mnist
+from experiments.__main__ import main
+from experiments.store import DATABASE, TABLE, TIMES, read_rows
+from experiments.sweep import FIGURES
+from sketchprop import data
+
+ROOT = Path(mnist.__file__).parents[1]
+TINY = """
+figures = []
+[protocol]
+epochs = 2
+batch_size = 32
+train_rows = 640
+validation_rows = 100
+test_rows = 100
+learning_rates = [0, 2]
+seeds = [0, 1]
+budgets = [0.1, 0.5]
+widen = 1
+stack = 3
+[[extra]]
+methods = ["exact", "l1", "gsv-independent", "sample"]
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh_data():
+    mnist.load.cache_clear()
+    yield
+    mnist.load.cache_clear()
+
+
+@pytest.fixture
+def real_data():
+    try:
+        data.mnist(train=False, download=False)
+    except data.DataError as error:
+        pytest.skip(f"MNIST is not on this machine: {error}")
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return str(path)
+
+
+def rows_without_time(folder):
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_rows(folder)]
+
+
+@pytest.mark.usefixtures("real_data")
+def test_smoke_makes_every_figure_from_nothing(tmp_path, capsys):
+    out = tmp_path / "out"
+    command = ["mnist", "--preset", "smoke", "--figure", "all", "--out", str(out), "--workers", "0"]
+    assert main([*command, "--quiet"]) == 0
+    names = {f"figure-{name}.{suffix}" for name in FIGURES for suffix in ("png", "svg")}
+    assert names | {"README.md", "summary.csv", TABLE} <= {p.name for p in out.iterdir()}
+    page = (out / "README.md").read_text()
+    for text in ("784-64-64-64-10", "undecided", "smaller minibatch", "sign-flip", "| G-SV |"):
+        assert text in page
+    assert "Not run" not in page
+    svg = (out / "figure-1a.svg").read_text()
+    for text in ("RCS, independent", "DS", "control: one sample mask", "baseline", "#e65100"):
+        assert text in svg
+    rows = read_rows(out)
+    assert all(row["wall_seconds"] > 0 and row["torch_version"] for row in rows)
+    assert len({row["run"] for row in rows}) == len(rows)
+
+    # From stored results alone, and from the table alone, the very same files; nothing trained.
+    (out / DATABASE).unlink()
+    before = {
+        p.name: p.read_bytes() for p in out.glob("*.*") if p.suffix in (".svg", ".md", ".csv")
+    }
+    for path in out.glob("figure-*"):
+        path.unlink()
+    assert main([*command, "--stored"]) == 0
+    assert not (out / DATABASE).exists()
+    assert {name: (out / name).read_bytes() for name in before} == before
+    capsys.readouterr()
+
+
+@pytest.mark.usefixtures("real_data")
+def test_one_figure_and_its_variant_without_clipping(tmp_path, tiny, capsys):
+    out = tmp_path / "out"
+    sweep = Path(tiny)
+    sweep.write_text(TINY.replace("[]", '["2b", "2b-no-clip"]').replace("[0, 1]", "[0]"))
+    command = ["mnist", "--preset", tiny, "--figure", "2b", "--out", str(out), "--workers", "0"]
+    assert main([*command, "--plan"]) == 0
+    assert "30 runs in 15 stacks are missing" in capsys.readouterr().out
+    assert main([*command, "--no-clip", "--quiet"]) == 0
+    assert (out / "figure-2b-no-clip.svg").is_file()
+    assert not (out / "figure-2b.svg").exists()
+    rows = read_rows(out)
+    assert {row["clip"] for row in rows} == {0.0}
+    assert {row["clipped_fraction"] for row in rows} == {0.0}
+    assert main([*command, "--quiet"]) == 0
+    assert {row["clip"] for row in read_rows(out)} == {0.0, 1.0}
+    assert main(["mnist", "--preset", tiny, "--figure", "1a", "--out", str(out)]) == 1
+    assert "makes 2b, 2b-no-clip, not ['1a']" in capsys.readouterr().err
+
+
+def stored_count(folder):
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"file:{folder / DATABASE}?mode=ro", uri=True)
+        ) as c:
+            return c.execute("SELECT count(*) FROM runs").fetchone()[0]
+    except sqlite3.OperationalError:
+        return 0
+
+
+@pytest.mark.usefixtures("real_data")
+def test_killed_twice_the_table_is_that_of_an_undisturbed_run(tmp_path, tiny):
+    """kill -9 at two random moments of a sweep on two processes; the moments are printed."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert main(["mnist", "--preset", tiny, "--out", str(whole), "--workers", "0", "--quiet"]) == 0
+    total = len(read_rows(whole))
+    command = [sys.executable, "-m", "experiments", "mnist", "--preset", tiny, "--out", str(broken)]
+    command += ["--workers", "2", "--quiet"]
+    chance = random.Random()
+    for _ in range(2):
+        already = stored_count(broken)
+        wanted = already + chance.randrange(1, max(2, (total - already) // 2))
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        while stored_count(broken) < wanted and process.poll() is None:
+            time.sleep(0.002)
+        pause = chance.random() * 0.1
+        time.sleep(pause)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        print(f"killed {pause:.3f} s after run {wanted} of {total}, {stored_count(broken)} stored")
+    assert 0 < stored_count(broken) <= total
+    assert not (broken / TABLE).exists() or stored_count(broken) == total
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    assert rows_without_time(broken) == rows_without_time(whole)
+    tables = [(folder / TABLE).read_text().splitlines() for folder in (whole, broken)]
+    assert len(tables[0]) == len(tables[1]) == total + 1
+    assert (whole / "summary.csv").read_bytes() == (broken / "summary.csv").read_bytes()
+
+
+@pytest.mark.usefixtures("real_data")
+def test_workers_end_when_the_sweep_is_killed(tmp_path, tiny):
+    Path(tiny).write_text(TINY.replace("epochs = 2", "epochs = 2000"))
+    command = [sys.executable, "-m", "experiments", "mnist", "--preset", tiny, "--quiet"]
+    command += ["--workers", "1", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=ROOT)
+    children = []
+    try:
+        deadline = time.monotonic() + 60
+        while not children and time.monotonic() < deadline:
+            time.sleep(0.05)
+            children = [p for p in _children(process.pid) if "spawn_main" in _command_line(p)]
+    finally:
+        process.kill()
+        process.wait()
+    assert children
+    deadline = time.monotonic() + 60
+    while any("spawn_main" in _command_line(p) for p in children):
+        assert time.monotonic() < deadline, "a worker outlived its sweep"
+        time.sleep(0.1)
+    assert stored_count(tmp_path / "out") == 0
+
+
+def _children(pid):
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    if not path.exists():
+        pytest.skip("needs /proc")
+    return [int(child) for child in path.read_text().split()]
+
+
+def _command_line(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def change(path):
+    content = bytearray(gzip.decompress(path.read_bytes()))
+    content[-1] ^= 1
+    path.write_bytes(gzip.compress(bytes(content), 1))
+
+
+def remove(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "cannot be unpacked"),
+        (change, "has SHA-256"),
+        (remove, "was not found and not downloaded"),
+    ],
+)
+@pytest.mark.usefixtures("real_data")
+def test_damaged_data_is_an_error_and_nothing_counts_as_done(
+    tmp_path, tiny, monkeypatch, capsys, damage, message
+):
+    root = tmp_path / "data" / "mnist"
+    root.mkdir(parents=True)
+    sources = [p for p in data._candidates("mnist", NAMES[1]) if p.is_file()]
+    for path in sources[0].parent.glob("*ubyte.gz"):
+        shutil.copyfile(path, root / path.name)
+    if not (root / f"{NAMES[1]}.gz").exists():
+        pytest.skip("MNIST is there, but not gzipped")
+    damage(root / f"{NAMES[1]}.gz")
+    monkeypatch.setenv(data.VARIABLE, str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(data, "MNIST_MIRRORS", ())
+    out = tmp_path / "out"
+    code = main(["mnist", "--preset", tiny, "--out", str(out), "--workers", "0", "--quiet"])
+    assert code == 1
+    assert message in capsys.readouterr().err
+    assert stored_count(out) == 0
+    assert not (out / TABLE).exists()
+
+
+def test_an_unknown_method_is_an_error_before_anything_is_stored(tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    path.write_text('[[extra]]\nmethods = ["l1", "rcz"]\n')
+    assert main(["mnist", "--preset", str(path), "--out", str(tmp_path / "out")]) == 1
+    assert "method 'rcz' is unknown; did you mean 'rcs'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("real_data")
+def test_a_local_ray_finds_the_same_numbers(tmp_path, tiny):
+    pytest.importorskip("ray")
+    Path(tiny).write_text(TINY.replace("[0.1, 0.5]", "[0.5]").replace("widen = 1", "widen = 0"))
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(["mnist", "--preset", tiny, "--out", str(one), "--workers", "0", "--quiet"]) == 0
+    command = [sys.executable, "-m", "experiments", "mnist", "--preset", tiny, "--out", str(two)]
+    command += ["--engine", "ray", "--workers", "2", "--quiet"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    assert rows_without_time(one) == rows_without_time(two)
