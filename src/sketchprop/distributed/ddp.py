@@ -1,0 +1,323 @@
+"""DDP that all-reduces only the kept rows of a sketched weight's gradient.
+
+A column sketch leaves dW with r rows that are not zero. Ranks that keep the *same* columns need
+to reduce those rows only. For that they share each step's draw: the weights of the last step are
+summed over the ranks, once, before the forward pass; rank 0 draws and tells the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from .._checks import solve_dtype
+from ..compact import CompactGradient
+from ..modules import SketchedLinear
+from ..probabilities import water_fill
+from ..sampling import draw_uniforms
+from ..sketches import AmortisedSketch, ColumnSketch, PlanMemory
+from ..sketches.amortised import STALE_FLOOR
+from ..sketches.base import Plan
+from ..weights import column_sums
+from .wire import WireCounter
+
+ROWS, DENSE, WEIGHTS = "gradients", "gradients, dense", "weights and draws"
+"""The kinds under which bytes are counted: buckets with kept rows, without, and what it costs."""
+
+
+class SharedDraw(PlanMemory):
+    """One layer's columns for this step, the same on all ranks; stands in for its plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sketch: ColumnSketch | None = None
+        self.index: Tensor | None = None
+        self.scale: Tensor | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts a step: no weights, no rows."""
+        self.weights: Tensor | None = None
+        self.kept: Tensor | None = None
+
+    def compact(
+        self, sketch: AmortisedSketch, G: Tensor, W: Tensor | None, u: Tensor | None
+    ) -> CompactGradient:
+        assert isinstance(sketch, ColumnSketch)
+        weights = sketch.roots(sketch.scored(G), W).square()
+        self.weights = weights if self.weights is None else self.weights + weights
+        if self.index is None or self.scale is None or sketch != self.sketch:
+            plan = sketch.plan(G, W)
+            u = draw_uniforms((), G.device) if u is None else u
+            index, scale = sketch.draw(plan.probabilities, u)
+        else:
+            plan = Plan(weights)
+            # Columns that are not kept are not looked at; a non-finite one must be seen.
+            index, scale = self.index, self.scale + 0 * column_sums(G).sum()
+        if self.kept is None:
+            self.kept = torch.zeros(G.shape[-1], dtype=torch.bool, device=G.device)
+        self.kept.index_fill_(0, index, True)
+        return sketch.keep(G, plan, index, scale)
+
+    def agreed(self, sketch: ColumnSketch, index: Tensor | None, scale: Tensor | None) -> None:
+        self.sketch, self.index, self.scale = sketch, index, scale
+        self.forget()
+
+
+@dataclass(eq=False)
+class _Layer:
+    name: str
+    module: SketchedLinear
+    draw: SharedDraw = field(default_factory=SharedDraw)
+    dense: bool = False
+    """Agreed by all ranks: its gradient has rows that its draw did not keep."""
+    spoiled: Tensor | None = None
+    """This rank saw such rows in this step: a number, still on the device."""
+    uses: int = 0
+
+    @property
+    def sketch(self) -> ColumnSketch:
+        sketch = self.module.sketch
+        assert isinstance(sketch, ColumnSketch)
+        return sketch
+
+    @property
+    def rank(self) -> int:
+        return int(self.sketch.rank(self.module.out_features))
+
+    def stray(self, grad: Tensor) -> Tensor:
+        """1 where ``grad`` has rows outside of what was drawn, 0 where not; no waiting."""
+        found = grad.ne(0).any(1)  # NaN is not 0
+        if self.draw.kept is not None:
+            found = found & ~self.draw.kept
+        stray = found.any().to(grad.dtype)
+        if self.uses > 1:  # two uses with one draw would be biased
+            stray = torch.ones_like(stray)
+        self.spoiled = stray if self.spoiled is None else torch.maximum(self.spoiled, stray)
+        return stray
+
+
+class SharedDraws:
+    """What ``share_draws_`` has set up; ``counter`` counts the bytes that this rank reduces."""
+
+    def __init__(self, model: DistributedDataParallel, counter: WireCounter | None = None) -> None:
+        self.counter = counter or WireCounter()
+        self._group: dist.ProcessGroup = model.process_group
+        self._world = dist.get_world_size(self._group)
+        self._layers = [_Layer(name, module) for name, module in _candidates(model.module)]
+        _compare_layers(self._layers, self._group)
+        self._owner = {layer.module.weight: layer for layer in self._layers}
+        self._inside = self._finished = False
+        self._dense_next = self._dense_now = False
+        for layer in self._layers:
+            layer.module.memory = layer.draw
+            layer.module.register_forward_pre_hook(self._count(layer))
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end)
+        # Without annotations: DDP would compare them with classes, and here they are strings.
+        model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
+
+    def sharing(self) -> tuple[str, ...]:
+        """Names of the layers whose rows are reduced; the others' gradients are dense."""
+        return tuple(layer.name for layer in self._layers if not layer.dense)
+
+    def reduce_densely_once(self) -> None:
+        """Makes the next step's gradients dense on all ranks, whichever rank calls it.
+
+        For a step with uses of a layer that its draw does not know, for example under ``exact``.
+        """
+        self._dense_next = True
+
+    def _count(self, layer: _Layer) -> Any:
+        def count(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            layer.uses += self._inside
+
+        return count
+
+    def _begin(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        if self._finished:
+            self._finished = False
+            self._agree()
+        self._inside = True
+        for layer in self._layers:
+            layer.uses = 0
+
+    def _end(self, model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self._inside = False
+
+    def _agree(self) -> None:
+        """One all-reduce and one broadcast: what the last step saw, what the next one keeps."""
+        layers = [layer for layer in self._layers if not layer.dense]
+        if not layers:
+            return
+        device = layers[0].module.weight.device
+        parts = [_of_layer(layer, device) for layer in layers]
+        seen = torch.cat([*parts, torch.tensor([float(self._dense_next)], device=device)])
+        dist.all_reduce(seen, group=self._group)
+        self._dense_next = False
+        *parts, wish = torch.split(seen, [*(len(part) for part in parts), 1])
+        _check_ranks(layers, parts, self._world)
+        for layer, part in zip(layers, parts, strict=True):
+            layer.dense = bool(part[0] > 0)
+            layer.spoiled = None
+        drawn = [_draw(layer, part[3:]) for layer, part in zip(layers, parts, strict=True)]
+        draws = torch.cat(drawn)
+        dist.broadcast(draws, src=dist.get_global_rank(self._group, 0), group=self._group)
+        self.counter.add(WEIGHTS, sent=seen.nbytes + draws.nbytes, exact=0)
+        self._dense_now = bool(wish > 0)
+        for layer, own in zip(layers, torch.split(draws, [len(d) for d in drawn]), strict=True):
+            index, scale = own.chunk(2)
+            if layer.dense or self._dense_now:
+                layer.draw.agreed(layer.sketch, None, None)
+            else:
+                layer.draw.agreed(layer.sketch, index.long(), scale.view(torch.float32))
+            if layer.dense:
+                layer.module.memory = None
+
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        buffer, grads = bucket.buffer(), bucket.gradients()
+        self._finished |= bucket.is_last()
+        owners = [self._owner.get(p) for p in bucket.parameters()]
+        stray = {
+            layer: layer.stray(grad)
+            for layer, grad in zip(owners, grads, strict=True)
+            if layer is not None and not layer.dense and not self._dense_now
+        }
+        by_rows = [layer for layer in stray if layer.draw.index is not None]
+        if not by_rows:
+            self.counter.add(DENSE, sent=buffer.nbytes, exact=buffer.nbytes)
+            return self._all_reduce(buffer).then(lambda done: done.value()[0])
+        indices = [o.draw.index if o in by_rows else None for o in owners]
+        pieces = [
+            (grad if index is None else grad.index_select(0, index)).flatten()
+            for grad, index in zip(grads, indices, strict=True)
+        ]
+        message = torch.cat([*pieces, torch.stack([stray[layer] for layer in by_rows])])
+        self.counter.add(ROWS, sent=message.nbytes, exact=buffer.nbytes)
+
+        def unpack(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            sizes = [*(len(piece) for piece in pieces), len(by_rows)]
+            *reduced, flags = torch.split(done.value()[0], sizes)
+            _refuse_stray(by_rows, flags)
+            for grad, index, piece in zip(grads, indices, reduced, strict=True):
+                if index is None:
+                    grad.copy_(piece.view_as(grad))
+                else:  # the other rows are zero on every rank
+                    grad.index_copy_(0, index, piece.view(len(index), -1))
+            return buffer
+
+        return self._all_reduce(message).then(unpack)
+
+    def _all_reduce(self, message: Tensor) -> torch.futures.Future[list[Tensor]]:
+        message.div_(self._world)  # first, as DDP does
+        work = dist.all_reduce(message, group=self._group, async_op=True)
+        assert work is not None
+        future: torch.futures.Future[list[Tensor]] = work.get_future()
+        return future
+
+
+def share_draws_(model: DistributedDataParallel, counter: WireCounter | None = None) -> SharedDraws:
+    """Makes ``model`` all-reduce only the kept rows of its sketched linear layers' gradients.
+
+    Registers a communication hook (DDP takes one) and returns what counts its bytes. The first
+    step is dense; from then on a layer's probabilities come from the last step's weights, with a
+    floor that keeps them unbiased. Call it on every rank, after ``sketch_`` and before training.
+
+    Kept rows are for linear layers with a column sketch (L1, L2, Diagonal, ...) and exact
+    sampling. All else is reduced densely: biases, other layers, tied weights, and weights that
+    the first step finds in any exact use.
+
+    **It costs variance.** Independent draws, the default of DDP, average out over the ranks: the
+    noise that sketches add falls with their number. A shared draw does not: where the ranks'
+    gradients are alike its variance is up to world-size times higher. Share draws where the
+    all-reduce is what you wait for.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"{type(model).__name__} is not wrapped; give DistributedDataParallel(model)"
+        )
+    return SharedDraws(model, counter)
+
+
+def _candidates(model: nn.Module) -> list[tuple[str, SketchedLinear]]:
+    names: Counter[Tensor] = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is SketchedLinear
+        and isinstance(module.sketch, ColumnSketch)
+        and module.sketch.sampling == "exact"
+        and module.sketch.rank(module.out_features) < module.out_features
+        and module.weight.requires_grad
+        and names[module.weight] == 1
+        and module.judge is None
+        and not module.accumulate
+    ]
+
+
+def _compare_layers(layers: Sequence[_Layer], group: dist.ProcessGroup) -> None:
+    mine = {layer.name: repr(layer.sketch) for layer in layers}
+    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        for name in {**everyone[0], **theirs}:
+            here, there = everyone[0].get(name, "exact"), theirs.get(name, "exact")
+            if here != there:
+                raise ValueError(
+                    f"layer {name!r} has {here} on rank 0 and {there} on rank {rank}; to share "
+                    "draws sketch the model alike on every rank"
+                )
+
+
+def _of_layer(layer: _Layer, device: torch.device) -> Tensor:
+    """[stray rows seen, r, r², weights...] of this rank."""
+    n = layer.module.out_features
+    weights = layer.draw.weights
+    if weights is None:
+        weights = torch.zeros(n, device=device)
+    stray = torch.zeros((), device=device) if layer.spoiled is None else layer.spoiled
+    size = torch.tensor([layer.rank, layer.rank**2], dtype=torch.float32, device=device)
+    return torch.cat([stray.float().view(1), size, weights.float()])
+
+
+def _check_ranks(layers: Sequence[_Layer], parts: Sequence[Tensor], world: int) -> None:
+    sums = torch.stack([part[1:3] for part in parts]).tolist()
+    for layer, (total, squares) in zip(layers, sums, strict=True):
+        # Equal only where all are equal (Cauchy-Schwarz), and every rank finds the same.
+        if abs(world * squares - total**2) > 1e-3 * total**2 / world**2:
+            raise ValueError(
+                f"layer {layer.name!r} keeps {layer.rank} rows here, and the ranks keep "
+                f"{total / world:g} on average; change budgets on every rank in the same step"
+            )
+
+
+def _draw(layer: _Layer, weights: Tensor) -> Tensor:
+    """[indices, 1/p as bits] in int32; what rank 0 makes is what counts."""
+    n, r = len(weights), layer.rank
+    p = water_fill(weights.sqrt(), r)
+    p = torch.where(p.isfinite(), p, r / n) * (1 - STALE_FLOOR) + STALE_FLOOR * r / n
+    index, scale = layer.sketch.draw(p, draw_uniforms((), weights.device))
+    bits = scale.to(solve_dtype(weights)).float().view(torch.int32)
+    return torch.cat([index.to(torch.int32), bits])
+
+
+def _refuse_stray(layers: Sequence[_Layer], flags: Tensor) -> None:
+    if not bool((flags > 0).any()):
+        return
+    names = [repr(layer.name) for layer, flag in zip(layers, flags.tolist(), strict=True) if flag]
+    raise RuntimeError(
+        f"the gradient of {', '.join(names)} has rows that the shared draw did not keep: on some "
+        "rank the weight was used twice, exactly, or with another sketch in this step, or its "
+        "gradient was not cleared after the last one. Call zero_grad() after each step, and "
+        "reduce_densely_once() before a step with exact uses, or leave the layer exact"
+    )

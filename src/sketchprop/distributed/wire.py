@@ -1,0 +1,199 @@
+"""Compact gradients as messages, and a counter of the bytes that went over the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import solve_dtype
+from ..compact import CompactGradient
+from ..sketches import Sketch
+
+_ALIGN = 8
+
+
+def check_sendable(sketch: object) -> None:
+    """Refuses a sketch whose compact gradient is no message of a fixed size."""
+    if not isinstance(sketch, Sketch):
+        raise TypeError(
+            f"sketch={sketch!r} is a {type(sketch).__name__}; give a sketch, for example L1(0.1)"
+        )
+    if sketch.sampling != "exact":
+        raise ValueError(
+            f"{sketch!r} keeps a random number of atoms, and both ends of a message must know its "
+            "size beforehand; use sampling='exact'"
+        )
+    if sketch.needs_weight or sketch.needs_input:
+        raise ValueError(
+            f"{sketch!r} looks at a layer's weight or input, and a message between stages belongs "
+            "to no layer; use a sketch that looks at the gradient alone, for example L1 or Rows"
+        )
+    if not sketch.one_gradient:
+        raise ValueError(
+            f"{sketch!r} sketches dX and dW apart, and a message carries one gradient; use for "
+            "example L1 or Rows"
+        )
+
+
+class WireFormat:
+    """One buffer of a fixed size for the sketch of a gradient with a given shape and dtype.
+
+    Indices come first, as int32, then values in the gradient's dtype with 1/p in them. Which
+    parts there are follows from the sketch of a gradient of zeros, so both ends find the same.
+    """
+
+    def __init__(self, sketch: Sketch, shape: torch.Size, dtype: torch.dtype, device: torch.device):
+        self._sketch = sketch
+        self._layout = sketch.layout_of(tuple(shape[:-1]))
+        zeros = torch.zeros(shape[:-1].numel(), shape[-1], dtype=dtype, device=device)
+        u = zeros.new_zeros(sketch.uniform_shape(zeros, None), dtype=solve_dtype(zeros))
+        self._template = self._compact(zeros, u)
+        parts = list(_tensors(self._template))
+        places: dict[int, tuple[int, int, torch.Size, torch.dtype]] = {}
+        self.nbytes = 0
+        for i in sorted(range(len(parts)), key=lambda i: parts[i].is_floating_point()):
+            kind = dtype if parts[i].is_floating_point() else torch.int32
+            size = parts[i].numel() * kind.itemsize
+            places[i] = (self.nbytes, size, parts[i].shape, kind)
+            self.nbytes += -(-size // _ALIGN) * _ALIGN
+        self._places = [places[i] for i in range(len(parts))]
+
+    def _compact(self, G: Tensor, u: Tensor | None = None) -> CompactGradient:
+        if self._sketch.by_rows:
+            return self._sketch(G, None, u, layout=self._layout)
+        return self._sketch(G, None, u)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A buffer to receive into."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+
+    def pack(self, grad: Tensor) -> Tensor:
+        """A draw of the sketch of ``grad``, as bytes."""
+        compact = self._compact(grad.reshape(-1, grad.shape[-1]))
+        buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=grad.device)
+        for part, (start, size, shape, dtype) in zip(_tensors(compact), self._places, strict=True):
+            buffer[start : start + size].view(dtype).view(shape).copy_(part)
+        return buffer
+
+    def unpack(self, buffer: Tensor, out: Tensor) -> None:
+        """Writes the dense Ĝ of a message into ``out``.
+
+        Indices are clamped: bytes that are no message must not write out of range.
+        """
+        parts = iter(
+            [
+                buffer[start : start + size].view(dtype).view(shape)
+                for start, size, shape, dtype in self._places
+            ]
+        )
+        out.copy_(_filled(self._template, lambda: next(parts)).dense().view(out.shape))
+
+
+def wire_format(sketch: Sketch, tensor: Tensor) -> WireFormat | None:
+    """How gradients like ``tensor`` travel; ``None``: as they are, because nothing is saved."""
+    if tensor.dim() == 0 or tensor.numel() == 0 or not tensor.is_floating_point():
+        return None
+    rows, n = tensor.shape[:-1].numel(), tensor.shape[-1]
+    if sketch.keeps_all(rows, n, 0):
+        return None
+    made = WireFormat(sketch, tensor.shape, tensor.dtype, tensor.device)
+    return made if made.nbytes < tensor.nbytes else None
+
+
+def _tensors(compact: Any) -> Iterator[Tensor]:
+    for field in fields(compact):
+        value = getattr(compact, field.name)
+        if isinstance(value, Tensor):
+            yield value
+        elif is_dataclass(value):
+            yield from _tensors(value)
+
+
+def _filled(template: Any, part: Callable[[], Tensor]) -> Any:
+    """``template`` with other tensors, in the order of ``_tensors``."""
+    sizes = [v for f in fields(template) if isinstance(v := getattr(template, f.name), int)]
+    new: dict[str, Any] = {}
+    for field in fields(template):
+        value = getattr(template, field.name)
+        if isinstance(value, Tensor):
+            received = part()
+            if not value.is_floating_point():
+                received = received.long().clamp_(0, sizes[0] - 1)
+            new[field.name] = received
+        elif is_dataclass(value):
+            new[field.name] = _filled(value, part)
+    return replace(template, **new)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one kind: how many messages, what was sent, what exact training would send."""
+
+    messages: int = 0
+    sent: int = 0
+    exact: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Sent over exact."""
+        return self.sent / self.exact if self.exact else float(self.sent > 0)
+
+
+@dataclass(frozen=True)
+class WireReport:
+    """Bytes over the wire by kind; ``total`` is all kinds together."""
+
+    kinds: Mapping[str, Traffic]
+
+    @property
+    def total(self) -> Traffic:
+        return Traffic(
+            sum(t.messages for t in self.kinds.values()),
+            sum(t.sent for t in self.kinds.values()),
+            sum(t.exact for t in self.kinds.values()),
+        )
+
+    def as_dict(self) -> dict[str, dict[str, float]]:
+        rows = {**self.kinds, "total": self.total}
+        return {
+            kind: {"messages": t.messages, "sent": t.sent, "exact": t.exact, "ratio": t.ratio}
+            for kind, t in rows.items()
+        }
+
+    def __str__(self) -> str:
+        rows = {**self.kinds, "total": self.total}
+        return "\n".join(
+            f"{kind}: {t.messages} messages, {t.sent:,} bytes sent, {t.exact:,} exact, "
+            f"ratio {t.ratio:.4f}"
+            for kind, t in rows.items()
+        )
+
+
+class WireCounter:
+    """Adds up what this process sends; ``take()`` after each step says what the step sent.
+
+    >>> counter = WireCounter()
+    >>> counter.add("pipeline", sent=100, exact=1000)
+    >>> print(counter.take())
+    pipeline: 1 messages, 100 bytes sent, 1,000 exact, ratio 0.1000
+    total: 1 messages, 100 bytes sent, 1,000 exact, ratio 0.1000
+    >>> counter.take().total.sent
+    0
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, Traffic] = {}
+
+    def add(self, kind: str, *, sent: int, exact: int) -> None:
+        was = self._kinds.get(kind, Traffic())
+        self._kinds[kind] = Traffic(was.messages + 1, was.sent + sent, was.exact + exact)
+
+    def take(self) -> WireReport:
+        """What went over the wire since the last ``take``."""
+        report = WireReport(self._kinds)
+        self._kinds = {}
+        return report
