@@ -15,6 +15,7 @@ from .diagnostics import Monitor, check_unbiased, measure, plan
 from .modules import SketchedLinear, SketchedModule, sketchable
 from .ops import gate, sketched_conv, sketched_linear
 from .probabilities import optimal_probabilities
+from .sampled import sampled_backward, sampled_loss
 from .sampling import sample_exact, sample_independent
 from .schedule import Ladder, set_budget_
 from .sketches import (
@@ -64,6 +65,8 @@ __all__ = [
     "plan",
     "sample_exact",
     "sample_independent",
+    "sampled_backward",
+    "sampled_loss",
     "select",
     "set_budget_",
     "sketch_",
