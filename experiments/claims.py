@@ -19,6 +19,8 @@ LEVEL = 0.05
 LOW_BUDGET = 0.1
 CLOSE = 1.0
 """Percentage points within which curves count as close."""
+ENVELOPE = 0.2
+"""Percentage points by which another curve may pass above an upper envelope."""
 CONFIRMED, NOT_CONFIRMED, UNDECIDED = "confirmed", "not confirmed", "undecided"
 
 Series = tuple[str, str]
@@ -37,7 +39,7 @@ class Comparison:
     margin: float = 0.0
 
     def __str__(self) -> str:
-        slack = f" - {self.margin:g} points" if self.margin else ""
+        slack = f" - {self.margin:g}" if self.margin else ""
         return f"{_label(self.better)} > {_label(self.worse)}{slack}"
 
 
@@ -102,7 +104,11 @@ CLAIMS = (
         f"The proxies are close to each other (within {CLOSE:g} point).",
         _pairs(_PROXIES, _PROXIES, CLOSE),
     ),
-    Claim("2a", "ℓ1 lies on the upper envelope of the proxies.", _pairs(_all("l1"), _PROXIES[1:])),
+    Claim(
+        "2a",
+        f"ℓ1 lies on the upper envelope of the proxies (none is {ENVELOPE:g} points above it).",
+        _pairs(_all("l1"), _PROXIES[1:], ENVELOPE),
+    ),
     Claim(
         "2b",
         "Spectral methods are above coordinate methods.",

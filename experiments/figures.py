@@ -82,7 +82,7 @@ def _dress(axes: Any, figure: Figure, summaries: Sequence[Summary]) -> None:
     reached = min((s.median - s.spread for s in summaries), default=figure.lowest)
     axes.set_ylim(min(figure.lowest, max(0.0, reached - 2)), 101)
     axes.grid(True, linewidth=0.4, alpha=0.6)
-    axes.legend(fontsize=6, loc="lower right", framealpha=0.55, ncols=2)
+    axes.legend(fontsize=6, loc="lower right", framealpha=0.55, ncols=2, handlelength=4)
 
 
 def order(summary: Summary) -> tuple[int, int, float]:
