@@ -1,0 +1,312 @@
+"""Shared draws in DDP: only kept rows are reduced. Two gloo processes run every case once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sketchprop as sp
+from distributed_helpers import of, run
+from sketchprop.distributed import share_draws_
+from stack_helpers import Z_LIMIT, batch, equal, gradients, largest_z, net
+
+DRAWS = 150
+
+
+def parallel(sketch: sp.Sketch | None = None, share: bool = True, **options: Any) -> Any:
+    """A wrapped network, and its shared draws."""
+    model = net(options.pop("dropout", 0.0))
+    if sketch is not None:
+        sp.sketch_(model, sketch, sp.select.everything)
+    wrapped = DistributedDataParallel(model, **options)
+    return wrapped, share_draws_(wrapped) if share else None
+
+
+def step(model: nn.Module, seed: int, loss: Callable[[Tensor], Tensor] | None = None) -> Any:
+    x, y = batch(seed=dist.get_rank() + 1)
+    f = (lambda: F.cross_entropy(model(x), y)) if loss is None else (lambda: loss(model(x)))
+    return gradients(model.parameters(), f, seed * 2 + dist.get_rank())
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for seed in range(4):
+        step(model, seed)
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def outcome(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return ""
+
+
+def budget_one() -> dict[str, Any]:
+    return {
+        "plain": trained(parallel(None, share=False, dropout=0.2)[0]),
+        "one": trained(parallel(sp.L1(1.0), dropout=0.2)[0]),
+        # Every layer is refused by the hook: then sharing changes nothing.
+        "own draws": trained(parallel(sp.SampleMask(0.5), share=False)[0]),
+        "refused": trained(parallel(sp.SampleMask(0.5))[0]),
+    }
+
+
+def unbiased() -> dict[str, Any]:
+    truth = step(parallel(None, share=False)[0], 0)
+    out: dict[str, Any] = {}
+    for sketch in (sp.L1(0.3), sp.Diagonal(0.3), sp.ColumnMask(0.3)):
+        model, shared = parallel(sketch)
+        first = step(model, 0)
+        draw = lambda k, model=model: step(model, k + 1)  # noqa: E731
+        out[repr(sketch)] = largest_z(truth, draw, DRAWS)
+        out[f"{sketch!r} last"] = draw(0)
+        out[f"{sketch!r} shared"] = (shared.sharing(), equal(first, truth))
+    return out
+
+
+def wire_bytes() -> dict[str, Any]:
+    """An MLP of width 256: a dense first step, then a tenth."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    sp.sketch_(model, sp.L1(0.1), sp.select.everything)
+    wrapped = DistributedDataParallel(model)
+    shared = share_draws_(wrapped)
+    reports = []
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(torch.randn(32, 256)).square().mean().backward()
+        reports.append(shared.counter.take())
+    return {"reports": reports, "exact": sum(p.nbytes for p in model.parameters())}
+
+
+def accumulation() -> dict[str, Any]:
+    """Two micro-batches under no_sync share the step's draw: nothing strays, the mean is right."""
+    model, _ = parallel(sp.L1(0.3))
+    plain, _ = parallel(None, share=False)
+
+    def accumulated(m: Any, seed: int) -> list[Tensor]:
+        for p in m.parameters():
+            p.grad = None
+        torch.manual_seed(seed * 2 + dist.get_rank())
+        with m.no_sync():
+            x, y = batch(seed=dist.get_rank() + 5)
+            F.cross_entropy(m(x), y).backward()
+        x, y = batch(seed=dist.get_rank() + 1)
+        F.cross_entropy(m(x), y).backward()
+        return [p.grad.clone() for p in m.parameters()]
+
+    accumulated(model, 0)
+    truth = accumulated(plain, 0)
+    return {"z": largest_z(truth, lambda k: accumulated(model, k), DRAWS)}
+
+
+class Odd(nn.Module):
+    """A layer used twice, one whose weight is also used exactly, two that are tied, a good one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            names = ("twice", "regular", "tied", "also", "good")
+            for name in names:
+                self.add_module(name, nn.Linear(12, 12))
+        self.also.weight = self.tied.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(torch.tanh(self.twice(x)))
+        x = self.also(torch.tanh(self.tied(x)))
+        return self.good(torch.tanh(self.regular(x))) + self.regular.weight.square().mean()
+
+
+def odd_uses() -> dict[str, Any]:
+    model = sp.sketch_(Odd(), sp.L1(0.3), sp.select.everything)
+    wrapped = DistributedDataParallel(model)
+    shared = share_draws_(wrapped)
+    plain = DistributedDataParallel(Odd())
+    before = shared.sharing()
+    loss = lambda out: out.square().mean()  # noqa: E731
+    truth = step(plain, 0, loss)
+    step(wrapped, 0, loss)
+    z = largest_z(truth, lambda k: step(wrapped, k + 1, loss), DRAWS)
+    return {"before": before, "after": shared.sharing(), "z": z}
+
+
+def surprises() -> dict[str, Any]:
+    """An exact step that the draw does not know: an error, or announced by one rank."""
+    model, shared = parallel(sp.L1(0.3))
+    step(model, 0)
+    step(model, 1)
+    truth = step(parallel(None, share=False)[0], 0)
+    with sp.exact(model):
+        if dist.get_rank() == 1:
+            shared.reduce_densely_once()
+        announced = step(model, 2)
+    step(model, 3)
+    sharing = shared.sharing()
+    with sp.exact(model):
+        error = outcome(lambda: step(model, 4))
+    return {"announced": equal(announced, truth), "sharing": sharing, "error": error}
+
+
+def other_budget() -> dict[str, Any]:
+    """Ranks that were sketched with different budgets, and ranks that change them apart."""
+    rank = dist.get_rank()
+    started = outcome(lambda: parallel(sp.L1((0.3, 0.5)[rank])))
+    model, _ = parallel(sp.L1(0.3))
+    step(model, 0)
+    sp.set_budget_(model, (0.3, 0.5)[rank])
+    changed = outcome(lambda: step(model, 1))
+    return {"started": started, "changed": changed}
+
+
+def new_budget() -> dict[str, Any]:
+    """All ranks change the budget between steps: fewer bytes from the next step on."""
+    model, shared = parallel(sp.L1(0.5))
+    sent = []
+    for seed, budget in enumerate((0.5, 0.5, 0.2, 0.2)):
+        sp.set_budget_(model, budget)
+        step(model, seed)
+        sent.append(shared.counter.take().total.sent)
+    return {"sent": sent}
+
+
+def not_finite() -> dict[str, Any]:
+    """A NaN gradient on one rank reaches both, and the next step is finite again."""
+    model, _ = parallel(sp.L1(0.3))
+    step(model, 0)
+    step(model, 1)
+    bad = float("nan") if dist.get_rank() == 1 else 1.0
+    broken = step(model, 2, lambda out: (out[:, 0] * bad).mean())
+    good = step(model, 3)
+    finite = lambda grads: all(bool(g.isfinite().all()) for g in grads)  # noqa: E731
+    return {"broken": [finite([g]) for g in broken], "good": finite(good)}
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.skip = net(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.net):
+            x = x[:, :20] if self.skip and i == 3 else layer(x)
+        return x
+
+
+def skipped_layer() -> dict[str, Any]:
+    """With find_unused_parameters a rank may leave a layer out."""
+    model = sp.sketch_(Skips(), sp.L1(0.3), sp.select.everything)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    plain = DistributedDataParallel(Skips(), find_unused_parameters=True)
+    share_draws_(wrapped)
+    model.skip = plain.module.skip = dist.get_rank() == 1
+    truth = step(plain, 0)
+    step(wrapped, 0)
+    return {"z": largest_z(truth, lambda k: step(wrapped, k + 1), DRAWS)}
+
+
+CASES = (
+    budget_one,
+    unbiased,
+    wire_bytes,
+    accumulation,
+    odd_uses,
+    surprises,
+    other_budget,
+    new_budget,
+    not_finite,
+    skipped_layer,
+)
+
+pytestmark = pytest.mark.xdist_group("ddp")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(tmp_path_factory.mktemp("ddp"), 2, CASES)
+
+
+def test_budget_one_trains_bitwise_like_plain_ddp(results) -> None:
+    for record in of(results, budget_one):
+        assert equal(record["plain"], record["one"])
+        assert equal(record["own draws"], record["refused"])
+
+
+def test_the_mean_is_the_exact_gradient_and_ranks_agree(results) -> None:
+    """z ≤ 5 over 150 seeded draws; the shared draw is the same on both ranks."""
+    first, second = of(results, unbiased)
+    for sketch in ("L1(0.3)", "Diagonal(0.3)", "ColumnMask(0.3)"):
+        assert first[sketch] <= Z_LIMIT
+        assert equal(first[f"{sketch} last"], second[f"{sketch} last"])
+        assert first[f"{sketch} shared"] == (("0", "3", "5"), False)
+        rows = [int((g.abs().sum(1) > 0).sum()) for g in first[f"{sketch} last"][::2]]
+        assert rows == [7, 6, 1]
+
+
+def test_bytes_of_a_step(results) -> None:
+    for record in of(results, wire_bytes):
+        dense, *shared = record["reports"]
+        assert dense.total.sent == dense.total.exact == record["exact"]
+        for report in shared:
+            assert report.total.exact == record["exact"]
+            assert 0.1 <= report.total.ratio <= 0.11
+            assert report.kinds["weights and draws"].exact == 0
+
+
+def test_micro_batches_share_the_steps_draw(results) -> None:
+    for record in of(results, accumulation):
+        assert record["z"] <= Z_LIMIT
+
+
+def test_tied_repeated_and_exact_uses_are_dense(results) -> None:
+    for record in of(results, odd_uses):
+        assert record["before"] == ("twice", "regular", "good")
+        assert record["after"] == ("good",)
+        assert record["z"] <= Z_LIMIT
+
+
+def test_rows_outside_of_the_draw_are_an_error_unless_announced(results) -> None:
+    for record in of(results, surprises):
+        assert record["announced"]
+        assert record["sharing"] == ("0", "3", "5")
+        assert "rows that the shared draw did not keep" in record["error"]
+        assert "'5'" in record["error"]
+
+
+def test_different_budgets_are_errors(results) -> None:
+    for record in of(results, other_budget):
+        assert "ValueError" in record["started"]
+        assert "L1(0.3) on rank 0 and L1(0.5) on rank 1" in record["started"]
+        assert "ValueError" in record["changed"]
+        assert "on every rank in the same step" in record["changed"]
+
+
+def test_budgets_may_change_between_steps(results) -> None:
+    for record in of(results, new_budget):
+        dense, half, fifth, same = record["sent"]
+        assert dense > half > fifth == same
+
+
+def test_what_is_not_finite_reaches_every_rank_and_does_not_stay(results) -> None:
+    for record in of(results, not_finite):
+        assert not any(record["broken"])
+        assert record["good"]
+
+
+def test_a_rank_may_skip_a_layer_where_ddp_allows_it(results) -> None:
+    for record in of(results, skipped_layer):
+        assert record["z"] <= Z_LIMIT
+
+
+def test_a_model_that_is_not_wrapped_is_refused() -> None:
+    with pytest.raises(TypeError, match="DistributedDataParallel"):
+        share_draws_(net())
