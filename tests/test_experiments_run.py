@@ -156,26 +156,37 @@ def test_killed_twice_the_table_is_that_of_an_undisturbed_run(tmp_path, tiny):
 
 
 @pytest.mark.usefixtures("real_data")
-def test_workers_end_when_the_sweep_is_killed(tmp_path, tiny):
+@pytest.mark.parametrize("victim", ["sweep", "worker"])
+def test_nothing_outlives_a_sweep_that_dies(tmp_path, tiny, victim):
+    """Killed, it takes its workers along; without a worker it says what to do, and ends."""
     Path(tiny).write_text(TINY.replace("epochs = 2", "epochs = 2000"))
     command = [sys.executable, "-m", "experiments", "mnist", "--preset", tiny, "--quiet"]
     command += ["--workers", "1", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen(command, cwd=ROOT)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     children = []
     try:
-        deadline = time.monotonic() + 60
-        while not children and time.monotonic() < deadline:
-            time.sleep(0.05)
-            children = [p for p in _children(process.pid) if "spawn_main" in _command_line(p)]
+        wait_until(lambda: children.extend(_workers(process.pid)) or children)
+        os.kill(process.pid if victim == "sweep" else children[0], signal.SIGKILL)
+        code = process.wait(60)
     finally:
         process.kill()
-        process.wait()
-    assert children
-    deadline = time.monotonic() + 60
-    while any("spawn_main" in _command_line(p) for p in children):
-        assert time.monotonic() < deadline, "a worker outlived its sweep"
-        time.sleep(0.1)
+    wait_until(lambda: not any("spawn_main" in _command_line(p) for p in children))
+    assert code == (-signal.SIGKILL if victim == "sweep" else 1)
+    if victim == "worker":
+        assert "a worker process died" in process.stderr.read()
+    process.stderr.close()
     assert stored_count(tmp_path / "out") == 0
+
+
+def wait_until(true, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _workers(pid):
+    return [p for p in _children(pid) if "spawn_main" in _command_line(p)]
 
 
 def _children(pid):
