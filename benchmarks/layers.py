@@ -86,7 +86,7 @@ class _Linear:
         self.G = torch.randn(B, n, generator=generator) * spread
 
     def exact(self) -> Callable[[], object]:
-        return self._backward(F.linear(self.x, self.W, self.b))
+        return self._backward(F.linear(self.x, self.W, self.b), self.W)
 
     def sketched(self, sketch: sp.Sketch, accumulate: bool = False) -> Callable[[], object]:
         remembers = isinstance(sketch, AmortisedSketch) and sketch.refresh_every > 1
@@ -95,14 +95,7 @@ class _Linear:
         if accumulate:
             W.grad = torch.zeros_like(W)
         y = sp.sketched_linear(self.x, W, self.b, sketch, memory=memory, accumulate=accumulate)
-        if not accumulate:
-            return self._backward(y)
-
-        def add() -> None:
-            self.x.grad = self.b.grad = None
-            y.backward(self.G, retain_graph=True)
-
-        return add
+        return self._backward(y, W)
 
     def floor(self, budget: float) -> Callable[[], object]:
         """The two reduced products of a column sketch, their factors at hand."""
@@ -126,9 +119,17 @@ class _Linear:
             ratio.median + share, ratio.low + share, ratio.high + share, ratio.milliseconds + extra
         )
 
-    def _backward(self, y: Tensor) -> Callable[[], object]:
-        leaves = (self.x, self.W, self.b)
-        return lambda: torch.autograd.grad(y, leaves, self.G, retain_graph=True)
+    def _backward(self, y: Tensor, W: Tensor) -> Callable[[], object]:
+        """As training calls it; ``accumulate`` has a gradient of W that stays."""
+        keeps = W is not self.W
+
+        def run() -> None:
+            self.x.grad = self.b.grad = None
+            if not keeps:
+                W.grad = None
+            y.backward(self.G, retain_graph=True)
+
+        return run
 
 
 def overhead(seconds: float) -> dict[str, object]:

@@ -34,6 +34,8 @@ def asked(ctx: Any) -> Asked:
     needs: Asked = ctx.needs_input_grad[:3]
     if torch.compiler.is_compiling() or not hasattr(ctx, "next_functions"):
         return needs
+    if getattr(ctx, "left", None) is None and not _graph_is_kept():
+        return needs  # the only pass there will be
     nodes = [node for node, _ in ctx.next_functions[: 2 + needs[2]]] + [None]
     return (
         needs[0] and _executes(nodes[0]),
@@ -53,9 +55,14 @@ def one_draw(ctx: Any, grad: Tensor, now: Asked, draw: Callable[[], Draw]) -> Dr
         made, owed = draw(), ctx.needs_input_grad[:3]
     still = tuple(was and not is_now for was, is_now in zip(owed, now, strict=True))
     # Only a graph that is kept can be walked again.
-    comes_back = any(still) and torch._C._autograd._get_current_graph_task_keep_graph()
+    comes_back = any(still) and _graph_is_kept()
     ctx.left = Left(made, grad, grad._version, still) if comes_back else None  # type: ignore[arg-type]
     return made  # type: ignore[no-any-return]
+
+
+def _graph_is_kept() -> bool:
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return kept
 
 
 def _continues(left: Left, grad: Tensor, now: Asked) -> bool:
