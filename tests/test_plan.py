@@ -11,7 +11,8 @@ from torch import nn
 import sketchprop as sp
 from sketchprop.diagnostics import Times, bench
 from sketchprop.diagnostics.plan import break_even
-from sketchprop.diagnostics.timing import compare, in_turns
+from sketchprop.diagnostics.timing import compare
+from sketchprop.stopwatch import in_turns
 
 PLAN = importlib.import_module("sketchprop.diagnostics.plan")
 """The module; the name itself is the function's."""

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .cache import cache_folder
+
 VARIABLE = "SKETCHPROP_DATA"
 """The environment variable that names a folder with data sets, for example with ``mnist/``."""
 
@@ -82,12 +84,6 @@ def normalised(images: Tensor) -> Tensor:
     """Bytes as float32 rows, zero mean and unit variance over the whole set: ``[N, pixels]``."""
     rows = images.flatten(1).float()
     return (rows - rows.mean()) / rows.std()
-
-
-def cache_folder() -> Path:
-    """Where downloads go: ``$XDG_CACHE_HOME/sketchprop`` or ``~/.cache/sketchprop``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sketchprop"
 
 
 def _find(dataset: str, name: str, sha256: str, mirrors: tuple[str, ...], download: bool) -> bytes:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ._version import __version__
+from .cache import cache_folder
 from .modules import SketchedModule
 from .sketches import AmortisedSketch, PlanMemory, Sketch
 from .stopwatch import cpu_name, in_turns, seconds_of
@@ -31,12 +32,8 @@ _ROUNDS = (5, 40)
 
 
 def cache_file() -> Path:
-    """``$SKETCHPROP_CACHE`` or the user's cache folder, and in it ``faster.json``."""
-    folder = os.environ.get("SKETCHPROP_CACHE")
-    if folder:
-        return Path(folder) / "faster.json"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sketchprop" / "faster.json"
+    """``faster.json`` in the user's cache folder, or in ``$SKETCHPROP_CACHE``."""
+    return cache_folder() / "faster.json"
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from .._table import Cells, table
 from ..select import sketchable_layers
 from ..sketches import L1, Sketch
+from ..stopwatch import in_turns
 from ..transform import exact, refusal, sketch_
 from .passes import Loss, scalar_loss
 from .restore import restored
 from .shapes import Use, recorded_uses
-from .timing import Times, compare, in_turns
+from .timing import Times, compare
 
 WORTH = 0.9
 """A layer is worth sketching if its backward takes at most this share of the exact time."""

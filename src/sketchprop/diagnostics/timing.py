@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from .._table import Cells, table
 from ..ops import sketched_linear
 from ..sketches import Sketch
+from ..stopwatch import in_turns
 from ..transform import exact
 from .passes import Loss, scalar_loss
 from .restore import restored
@@ -44,24 +44,6 @@ class Times:
         share = self.exact / whole
         ratio = (self.ratio * self.exact + seconds) / whole
         return Times(whole, self.sketched + seconds, ratio, self.ratio_error * share, self.rounds)
-
-
-def in_turns(
-    actions: Sequence[Callable[[], Any]], rounds: int, device: torch.device
-) -> list[list[float]]:
-    """Seconds of each action in each round, after one round of warming up."""
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds} times nothing; give at least 1")
-    seconds: list[list[float]] = [[] for _ in actions]
-    for turn in range(rounds + 1):
-        for action, taken in zip(actions, seconds, strict=True):
-            _synchronise(device)
-            start = perf_counter()
-            action()
-            _synchronise(device)
-            if turn:
-                taken.append(perf_counter() - start)
-    return seconds
 
 
 def compare(exact_seconds: Sequence[float], sketched_seconds: Sequence[float]) -> Times:
@@ -160,8 +142,3 @@ def _backwards(
         return lambda: torch.autograd.grad(y, leaves, G, retain_graph=True)
 
     return [backward(y) for y in outputs]
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type not in ("cpu", "meta"):
-        torch.get_device_module(device).synchronize()
