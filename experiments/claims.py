@@ -133,6 +133,12 @@ CLAIMS = (
         _pairs(_SKETCHES, _all("control-samples")),
         clause="control",
     ),
+    Claim(
+        "2b",
+        "Rows drawn by importance are above one uniform sample mask for all layers.",
+        _pairs(_all("rows"), _all("control-samples")),
+        clause="ours",
+    ),
 )
 
 

@@ -56,9 +56,10 @@ COLOURS = {
     "rcs": (233, 30, 99),
     "control columns": (93, 64, 55),
     "control samples": (33, 33, 33),
+    "rows": (121, 85, 201),
     "baseline": (0, 0, 0),
 }
-"""The paper's colours (RGB), and two for the controls that it lacks."""
+"""The paper's colours (RGB), and more for what it lacks."""
 
 _FL = ("all", "first", "last")
 _CORR, _MASKS, _PROXY, _SVD = "1a", "1b", "2a", "2b"
@@ -144,6 +145,10 @@ _METHODS = (
         ":",
         sketched="last",
         control=True,
+    ),
+    # Not in the paper: rows of G by ‖g_b‖; those that the last layer keeps are kept by all.
+    Method(
+        "rows", "rows by importance", "Rows({p}, exact_bias=False)", "rows", (_MASKS, _SVD), "-."
     ),
     Method(EXACT, "baseline", "", "baseline", _EVERY),
 )

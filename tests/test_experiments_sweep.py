@@ -50,7 +50,9 @@ CONTROLS = {"control-columns", "control-samples", "exact"}
 def test_figures_have_the_series_of_the_paper_and_the_controls(figure):
     points = load_sweep("smoke").points(figure)
     expected = {PAPER[name] for name in SERIES[figure].split()}
-    assert {p.method for p in points} == expected | CONTROLS
+    shown = {p.method for p in points}
+    assert shown >= expected | CONTROLS
+    assert not shown & (set(PAPER.values()) - expected)  # further series are our own
     places = {p.place for p in points if p.method in expected}
     assert places == ({"all", "first", "last"} if figure.startswith("location") else {"all"})
 
@@ -66,7 +68,7 @@ def test_methods_are_the_sketches_of_the_paper():
         assert (sketch.sampling == "independent") == coins
         assert getattr(sketch, "root", False) == name.endswith("-root")
         assert sketch.budget == 0.2
-        assert not sketch.exact_bias
+        assert not sketch.exact_bias or name not in PAPER.values()
         assert method.colour in COLOURS
 
 
