@@ -25,8 +25,13 @@ ROOT = Path(__file__).parents[1]
 def test_examples_run_on_one_machine(example, shown) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*torchrun, "--nproc-per-node=2", str(ROOT / "examples" / example[0]), *example[1:]]
-        + ["--steps", "6"],
+        [
+            *torchrun,
+            "--nproc-per-node=2",
+            str(ROOT / "examples" / example[0]),
+            *example[1:],
+            "--steps=6",
+        ],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

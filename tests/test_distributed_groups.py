@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sketchprop as sp
 from distributed_helpers import block, data, of, run
-from sketchprop.distributed import SketchedPipelineStage, share_draws_, sketch_stage_
+from sketchprop.distributed import SketchedPipelineStage, settings, share_draws_, sketch_stage_
 from stack_helpers import equal
 
 CPU = torch.device("cpu")
@@ -137,7 +138,8 @@ def skipped_layer() -> dict[str, Any]:
 
 
 def plain_neighbour() -> dict[str, Any]:
-    """Only the sending stage is sketched."""
+    """Only the sending stage is sketched; it need not be patient here."""
+    settings.PATIENCE = timedelta(seconds=5)
     return outcome(lambda: pipeline_step(lambda rank: sp.L1(0.25) if rank == 1 else None))
 
 
