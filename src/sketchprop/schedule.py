@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import nn
@@ -78,5 +78,5 @@ def set_budget_(model: Model, budget: float | int) -> Model:
         # 1 is a rank and 1.0 is everything: equal numbers, different budgets.
         same = layer.sketch.budget == budget and type(layer.sketch.budget) is type(budget)
         if not same:
-            layer.sketch = replace(layer.sketch, budget=budget)
+            layer.sketch = layer.sketch.with_budget(budget)
     return model

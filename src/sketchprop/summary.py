@@ -27,6 +27,9 @@ class LayerSummary:
     flops: float
     """Backward FLOPs as a share of the exact ones, scoring and solving included."""
     note: str
+    saved: float = 1.0
+    """Rows of the input that this layer keeps for dW, as a share. What another operation keeps
+    alive is not freed: ``diagnostics.memory.saved_bytes`` counts by unique storage."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,16 @@ class Summary:
         return asdict(self)
 
     def __str__(self) -> str:
-        header = ("layer", "kind", "shape", "sketch", "kept", f"FLOPs at {self.rows} rows", "note")
+        header = (
+            "layer",
+            "kind",
+            "shape",
+            "sketch",
+            "kept",
+            f"FLOPs at {self.rows} rows",
+            "saved",
+            "note",
+        )
         cells = [
             (
                 layer.name or "(model)",
@@ -49,11 +61,12 @@ class Summary:
                 "exact" if layer.sketch is None else repr(layer.sketch),
                 f"{layer.kept:.3f}",
                 f"{layer.flops:.3f}",
+                f"{layer.saved:.3f}",
                 layer.note,
             )
             for layer in self.layers
         ]
-        return table(header, cells, "<<<<>><")
+        return table(header, cells, "<<<<>>><")
 
 
 def summary(model: nn.Module, rows: int = 128) -> Summary:
@@ -105,7 +118,8 @@ def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: i
         for whole, (n, d) in zip(exact, matrices, strict=True)
     )
     note = module.judge.describe() if isinstance(module.judge, Judge) else ""
-    return LayerSummary(name, kind, shape, sketch, kept, flops / max(1, sum(exact)), note)
+    share = flops / max(1, sum(exact))
+    return LayerSummary(name, kind, shape, sketch, kept, share, note, sketch.saved_share(rows))
 
 
 def _shape(module: nn.Module) -> tuple[int, ...] | None:

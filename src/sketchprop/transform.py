@@ -13,7 +13,7 @@ from torch import nn
 from .faster import Judge
 from .modules import BUILT_IN, SketchedModule, sketched_class
 from .select import Layers, Predicate, Selector, as_selector, everything, last, sketchable_layers
-from .sketches import AmortisedSketch, PlanMemory, Sketch
+from .sketches import Sketch
 
 Filter = Selector | Predicate
 Model = TypeVar("Model", bound=nn.Module)
@@ -113,10 +113,9 @@ def _turn(module: nn.Module, sketch: Sketch, judge: Judge | None, accumulate: bo
     if not isinstance(module, SketchedModule):
         module.__class__ = sketched_class(type(module))  # type: ignore[assignment]
         module.__dict__["exact"] = False
-    remembers = isinstance(sketch, AmortisedSketch) and sketch.refresh_every > 1
     entries = {
         "judge": judge,
-        "memory": PlanMemory() if remembers else None,
+        "memory": sketch.memory(),
         "accumulate": accumulate or None,
     }
     module.__dict__["sketch"] = sketch

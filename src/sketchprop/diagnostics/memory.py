@@ -33,6 +33,15 @@ class LayerBytes:
     saved: int
     shared: int
     """The part of ``saved`` that other operations or the batch keep alive anyway."""
+    holders: tuple[str, ...] = ()
+    """Who else keeps it: layers by name, ``(others)`` for all that is no layer, ``(batch)``."""
+
+    @property
+    def note(self) -> str:
+        """Why a sketch that saves less here frees less than it seems; empty if it frees all."""
+        if not self.shared:
+            return ""
+        return f"{self.shared} of {self.saved} bytes are kept alive by {', '.join(self.holders)}"
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,8 @@ class _Ledger:
         for name in names:
             own = [key for key, savers in self._savers.items() if name in savers]
             shared = sum(size(key) for key in own if len(self._savers[key]) > 1)
-            lines.append(LayerBytes(name, sum(map(size, own)), shared))
+            holders = {saver for key in own for saver in self._savers[key]} - {name}
+            lines.append(LayerBytes(name, sum(map(size, own)), shared, tuple(sorted(holders))))
         return MemoryReport(total, tuple(lines))
 
 

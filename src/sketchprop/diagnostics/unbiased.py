@@ -177,7 +177,8 @@ def check_unbiased(
 
     **A sketched model** with ``loss``, a function without arguments that runs the model and
     returns a scalar: by Monte Carlo, for every parameter. Parameters, ``.grad``, buffers and the
-    random state are left as they were; randomness in forward (dropout) is held fixed.
+    random state are left as they were; randomness in forward (dropout) is held fixed. Sketches
+    that draw in forward themselves are checked in models without dropout.
 
     Monte Carlo compares the mean along the exact gradient and along random directions, in
     standard errors; the limit allows one false alarm in a million checks, as long as every atom
@@ -249,8 +250,12 @@ def _check_model(
         *((name, p) for name, p in model.named_parameters() if p.requires_grad), strict=True
     )
 
+    sketched = [m for m in model.modules() if isinstance(m, SketchedModule)]
+    in_forward = any(m.sketch.draws_forward for m in sketched)
+
     def gradients(draw: int) -> list[Tensor]:
-        torch.manual_seed(seed)  # forward: the same dropout masks each time
+        # Forward: the same dropout masks each time, unless the sketches themselves draw there.
+        torch.manual_seed(seed + in_forward * draw)
         value = loss()
         if value.dim() != 0:
             raise ValueError(
@@ -264,11 +269,22 @@ def _check_model(
 
     with torch.random.fork_rng(), _buffers_restored(model):
         with exact(model):
+            _refuse_other_draws(in_forward, loss)
             tallies = [("model", n, _Tally(g)) for n, g in zip(names, gradients(0), strict=True)]
-        for draw in range(draws):
+        for draw in range(1, draws + 1):
             for (_, _, tally), grad in zip(tallies, gradients(draw), strict=True):
                 tally.add(grad)
     return _monte_carlo_report(type(model).__name__, tallies, draws)
+
+
+def _refuse_other_draws(in_forward: bool, loss: Callable[[], Tensor]) -> None:
+    """Draws of sketches in forward cannot be told from dropout's, which must be held fixed."""
+    before = torch.get_rng_state()
+    if in_forward and loss() is not None and not torch.equal(before, torch.get_rng_state()):
+        raise ValueError(
+            "the model draws in forward both for a sketch (ForwardRows) and for itself (dropout): "
+            "their draws cannot be told apart; set the dropout to 0 for this check"
+        )
 
 
 class _Tally:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..sketches import PlanMemory, Sketch
+from ..sketches import PlanMemory, RowMemory, Sketch
 
 
 class SketchedModule:
@@ -22,8 +22,8 @@ class SketchedModule:
     """True while ``sketchprop.exact`` is in force."""
     judge: Callable[[SketchedModule, Sequence[Any]], bool] | None = None
     """Asked in each forward pass whether to sketch (``where="faster"``); ``None``: always."""
-    memory: PlanMemory | None = None
-    """The plan of a sketch with ``refresh_every`` above 1."""
+    memory: PlanMemory | RowMemory | None = None
+    """What the sketch remembers: a plan (``refresh_every`` above 1) or running norms."""
     accumulate: bool = False
     """Whether kept rows of dW are added to an existing ``.grad`` in place."""
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import sketched_conv
-from ..ops.conv import fits_kernels, only_columns
+from ..ops.conv import fits_kernels, only_columns, only_linear
 from ..sketches import Sketch
 from .base import SketchedModule
 
@@ -38,6 +38,8 @@ class _SketchedConv(SketchedModule):
         assert isinstance(layer, nn.Conv1d | nn.Conv2d)
         if layer.groups > 1:
             return f"groups={layer.groups}: only convolutions without groups are sketched"
+        if sketch.draws_forward:
+            return only_linear(sketch)
         pointwise = max(layer.kernel_size) == 1 and _no_padding(layer)
         if not pointwise and not fits_kernels(sketch):
             return only_columns(sketch)

@@ -94,6 +94,8 @@ def sketched_conv(
             "equal: grouped convolutions are not sketched, use F.conv2d"
         )
     x, geometry = _geometry(x, weight, stride, padding, dilation)
+    if sketch.draws_forward:
+        raise TypeError(only_linear(sketch))
     if not geometry.pointwise and not fits_kernels(sketch):
         raise TypeError(only_columns(sketch))
     n, d = weight.shape[0], weight[0].numel()
@@ -110,6 +112,11 @@ def fits_kernels(sketch: Sketch) -> bool:
     if isinstance(sketch, Rows):
         return sketch.whole_samples(pixels=True) and sketch.then is None and not sketch.needs_input
     return isinstance(sketch, ColumnSketch)
+
+
+def only_linear(sketch: Sketch) -> str:
+    """Why ``sketch`` cannot take any convolution."""
+    return f"{sketch!r} keeps rows of the input: it takes linear layers and attention only"
 
 
 def only_columns(sketch: Sketch) -> str:

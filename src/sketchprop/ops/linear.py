@@ -11,7 +11,7 @@ from torch import Tensor
 from .._checks import check_local
 from ..compact import CompactGradient, KeptColumns
 from ..layout import Layout
-from ..sketches import AmortisedSketch, PlanMemory, Sketch
+from ..sketches import AmortisedSketch, PlanMemory, RowMemory, Sketch
 from ..weights import column_sums
 from .passes import asked, one_draw
 
@@ -23,7 +23,7 @@ def sketched_linear(
     sketch: Sketch,
     *,
     u: Tensor | None = None,
-    memory: PlanMemory | None = None,
+    memory: PlanMemory | RowMemory | None = None,
     accumulate: bool = False,
     layout: Layout | None = None,
 ) -> Tensor:
@@ -63,6 +63,10 @@ def sketched_linear(
         memory = None  # a step that is compiled may have no side effects
     if layout is None and sketch.by_rows:
         layout = sketch.layout_of(tuple(x.shape[len(stack) : -1]))
+    if sketch.draws_forward:
+        from .forward import forward_rows_linear
+
+        return forward_rows_linear(x, weight, bias, sketch, u, memory, layout)  # type: ignore[arg-type]
     return _SketchedLinear.apply(x, weight, bias, sketch, u, memory, accumulate, layout)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -42,6 +42,9 @@ class AmortisedSketch(AtomSketch):
         check_score_rows(self.score_rows)
         check_refresh(self.refresh_every)
 
+    def memory(self) -> PlanMemory | None:
+        return PlanMemory() if self.refresh_every > 1 else None
+
     @property
     def partial(self) -> bool:
         """Whether the plan may not have seen all of the G that it is used for."""

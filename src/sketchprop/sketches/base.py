@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -41,11 +41,25 @@ class Sketch(ABC):
     """Whether the draw asks which rows belong to one sample; if not, ``layout`` is ignored."""
     one_gradient: ClassVar[bool] = True
     """Whether dX, dW and db all come from one Ĝ."""
+    draws_forward: ClassVar[bool] = False
+    """Whether the draw for dW is made in forward, so that only some rows of X are saved."""
 
     @property
     def needs_input(self) -> bool:
         """Whether the draw looks at the layer's input X."""
         return False
+
+    def memory(self) -> Any:
+        """What a layer has to remember from step to step for this sketch; ``None``: nothing."""
+        return None
+
+    def with_budget(self, budget: float | int) -> Sketch:
+        """The same sketch with another budget."""
+        return replace(self, budget=budget)
+
+    def saved_share(self, B: int) -> float:
+        """The share of X's rows that dW keeps in memory until backward."""
+        return 1.0
 
     def layout_of(self, dims: tuple[int, ...]) -> Layout:
         """Which rows belong to one sample, in a layer whose input is ``[*dims, d]``."""
