@@ -26,10 +26,8 @@ from sketchprop.sketches import Sketch
 from sketchprop.sketches.base import AtomSketch
 
 from .methods import make_sketch
-from .sweep import Cell, Run
+from .sweep import PIXELS, Cell, Run
 
-PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
-"""Of the training pixels in [0, 1]."""
 SPLIT_SEED = 20240
 """The validation split is the same for every run."""
 AHEAD = 1 << 14
@@ -49,7 +47,7 @@ class Data(NamedTuple):
 
 
 @lru_cache(maxsize=2)
-def load(train_rows: int, validation_rows: int, test_rows: int) -> Data:
+def load(train_rows: int, validation_rows: int, test_rows: int, pixels: str) -> Data:
     """MNIST, a random part of its training set kept apart for choosing; 0 rows: all there are."""
     images, labels = data.mnist(train=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
@@ -58,14 +56,15 @@ def load(train_rows: int, validation_rows: int, test_rows: int) -> Data:
     test = data.mnist(train=False)
     count = test_rows or None
     return Data(
-        Split(_rows(images[rest]), labels[rest]),
-        Split(_rows(images[held]), labels[held]),
-        Split(_rows(test.images[:count]), test.labels[:count]),
+        Split(_rows(images[rest], pixels), labels[rest]),
+        Split(_rows(images[held], pixels), labels[held]),
+        Split(_rows(test.images[:count], pixels), test.labels[:count]),
     )
 
 
-def _rows(images: Tensor) -> Tensor:
-    return images.flatten(1).float().div_(255).sub_(PIXEL_MEAN).div_(PIXEL_STD)
+def _rows(images: Tensor, pixels: str) -> Tensor:
+    mean, std = PIXELS[pixels]
+    return images.flatten(1).float().div_(255).sub_(mean).div_(std)
 
 
 def generator(purpose: str, seed: int) -> torch.Generator:
@@ -184,7 +183,7 @@ def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
     cell = runs[0].cell
     if any(run.cell != cell for run in runs):
         raise ValueError("replicas of one stack may differ in learning rate and seed only")
-    found = load(cell.train_rows, cell.validation_rows, cell.test_rows)
+    found = load(cell.train_rows, cell.validation_rows, cell.test_rows, cell.pixels)
     # torch multiplies a stack of one on another path, which rounds differently: it gets a twin.
     stack = Stack(cell, runs if len(runs) > 1 else [runs[0], runs[0]])
     orders = {seed: generator("order", seed) for seed in stack.seeds}

@@ -99,7 +99,8 @@ def _protocol_text(sweep: Sweep, rows: Sequence[Row]) -> str:
         f"edge, up to {protocol.widen} more beyond it. {protocol.validation_rows} training images "
         "are kept apart: learning rate and epoch are chosen on them for each seed, and the "
         "accuracy is that of the test set at this choice. The paper's 'best accuracy', the highest "
-        "on the test set itself, is an extra column. The batch size is not given in the paper. "
+        "on the test set itself, is an extra column. The batch size and the "
+        f"scaling of pixels ({protocol.pixels}) are not given in the paper. "
         "Median over seeds ± one standard deviation."
     )
     second = (

@@ -18,7 +18,8 @@ from .methods import ExperimentError
 DATABASE = "runs.sqlite"
 TABLE = "results.csv"
 
-TEXT = ("run", "cell", "sketch", "layers", "widths", "dataset", "package_version", "torch_version")
+TEXT = ("run", "cell", "sketch", "layers", "widths", "dataset", "pixels", "package_version",
+        "torch_version")  # fmt: skip
 WHOLE = ("rate_index", "seed", "epochs", "batch_size", "train_rows", "validation_rows", "test_rows",
          "version", "best_epoch", "diverged_epoch")  # fmt: skip
 REAL = ("learning_rate", "clip", "validation_accuracy", "test_accuracy", "best_test_accuracy",

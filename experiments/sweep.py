@@ -14,6 +14,8 @@ from typing import Any
 from .methods import EXACT, METHODS, PLACES, ExperimentError, Method, find_method, make_sketch
 
 PRESETS = Path(__file__).parent / "presets"
+PIXELS = {"unit": (0.0, 1.0), "normalised": (0.1307, 0.3081)}
+"""Mean and standard deviation that pixels in [0, 1] are shifted and scaled by."""
 PROTOCOL_VERSION = 1
 """Part of every run's identity: to be raised when the code changes what a run would find."""
 
@@ -31,6 +33,7 @@ class Cell:
     train_rows: int
     validation_rows: int
     test_rows: int
+    pixels: str
     dataset: str = "mnist"
     version: int = PROTOCOL_VERSION
 
@@ -119,6 +122,7 @@ class Protocol:
     train_rows: int = 0
     validation_rows: int = 5000
     test_rows: int = 0
+    pixels: str = "unit"
     learning_rates: tuple[int, ...] = tuple(range(13))
     seeds: tuple[int, ...] = (0, 1, 2)
     budgets: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5)
@@ -136,6 +140,7 @@ class Protocol:
             train_rows=self.train_rows,
             validation_rows=self.validation_rows,
             test_rows=self.test_rows,
+            pixels=self.pixels,
         )
 
 
@@ -224,21 +229,24 @@ def _protocol(base: Protocol, settings: Mapping[str, Any], where: str) -> Protoc
     values: dict[str, Any] = {}
     for name, value in settings.items():
         kind = known[name]
-        right: Any = {tuple: list, float: (int, float), int: int}[kind]
+        right: Any = {tuple: list, float: (int, float), int: int, str: str}[kind]
         if not isinstance(value, right) or isinstance(value, bool):
-            raise ExperimentError(
-                f"{where}: {name} = {value!r} must be {'a list' if kind is tuple else 'a number'}"
-            )
+            raise ExperimentError(f"{where}: {name} = {value!r} must be {_KINDS[kind]}")
         values[name] = kind(value)
     made = replace(base, **values)
     for name in ("seeds", "learning_rates", "budgets"):
         if not getattr(made, name):
             raise ExperimentError(f"{where}: {name} is empty; give at least one")
+    if made.pixels not in PIXELS:
+        raise ExperimentError(f"{where}: pixels = {made.pixels!r}; use {' or '.join(PIXELS)}")
     if min(made.epochs, made.batch_size, made.stack, made.validation_rows) < 1:
         raise ExperimentError(
             f"{where}: epochs, batch_size, stack and validation_rows must be at least 1"
         )
     return made
+
+
+_KINDS = {tuple: "a list", float: "a number", int: "a number", str: "a text"}
 
 
 def _only(given: Iterable[str], allowed: Iterable[str], where: str) -> None:

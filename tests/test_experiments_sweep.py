@@ -114,7 +114,7 @@ def test_identity_is_all_that_decides_the_result():
         replace(protocol, **change).cell(METHODS["l1"], 0.1, "all")
         for change in (
             {"epochs": 7}, {"batch_size": 64}, {"clip": 0.0}, {"widths": (784, 64, 64, 64, 10)},
-            {"train_rows": 99}, {"validation_rows": 1}, {"test_rows": 5},
+            {"train_rows": 99}, {"validation_rows": 1}, {"test_rows": 5}, {"pixels": "normalised"},
         )
     ]  # fmt: skip
     others += [protocol.cell(METHODS["l1"], 0.2, "all"), protocol.cell(METHODS["l2"], 0.1, "all")]
@@ -133,7 +133,7 @@ def test_identity_is_all_that_decides_the_result():
 def test_identity_is_pinned():
     """Stored results stay valid: this changes only together with PROTOCOL_VERSION."""
     run = Run(Protocol().cell(METHODS["l1"], 0.1, "all"), 2, 1)
-    assert run.identity == "ac44e769117eaaa08750"
+    assert run.identity == "1ddc7f695677e117d27d"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,7 @@ def test_identity_is_pinned():
         ("[protocol]\nepoch = 3", r"\[protocol\]: epoch is unknown; use .*epochs"),
         ("[protocol]\nepochs = 'many'", "epochs = 'many' must be a number"),
         ("[protocol]\nseeds = 3", "seeds = 3 must be a list"),
+        ("[protocol]\npixels = 'grey'", "pixels = 'grey'; use unit or normalised"),
         ("[protocol]\nseeds = []", "seeds is empty"),
         ("[protocol]\nbudgets = [1.5]", r"budget=1.5 is not a kept fraction"),
         ("[protocol]\nstack = 0", "must be at least 1"),
