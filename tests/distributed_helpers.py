@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -60,10 +61,39 @@ def run(
         for process in processes:
             if process.is_alive():
                 process.kill()
+    return recorded(folder, world)
+
+
+def recorded(folder: Path, world: int) -> list[dict[str, Any]]:
     return [
         torch.load(file, weights_only=False) if (file := folder / f"{rank}.pt").exists() else {}
         for rank in range(world)
     ]
+
+
+def run_once(
+    factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+    name: str,
+    world: int,
+    cases: Sequence[Case],
+    **options: float,
+) -> list[dict[str, Any]]:
+    """``run``; with several pytest workers the first to come starts the processes for all."""
+    base = factory.getbasetemp()
+    folder = (base.parent if hasattr(request.config, "workerinput") else base) / name
+    finished = folder / "finished"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        deadline = time.monotonic() + 600
+        while not finished.exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return recorded(folder, world)
+    try:
+        return run(folder, world, cases, **options)
+    finally:
+        finished.touch()
 
 
 def of(results: list[dict[str, Any]], case: Case) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sketchprop as sp
-from distributed_helpers import of, run
+from distributed_helpers import of, run_once
 from sketchprop.distributed import share_draws_
 from stack_helpers import Z_LIMIT, batch, equal, gradients, largest_z, net
 
@@ -227,12 +227,10 @@ CASES = (
     skipped_layer,
 )
 
-pytestmark = pytest.mark.xdist_group("ddp")
-
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(tmp_path_factory.mktemp("ddp"), 2, CASES)
+def results(tmp_path_factory, request) -> list[dict[str, Any]]:
+    return run_once(tmp_path_factory, request, "ddp", 2, CASES)
 
 
 def test_budget_one_trains_bitwise_like_plain_ddp(results) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import sketchprop as sp
-from distributed_helpers import block, data, of, run
+from distributed_helpers import block, data, of, run_once
 from sketchprop.distributed import SketchedPipelineStage, settings, share_draws_, sketch_stage_
 from stack_helpers import equal
 
@@ -67,11 +67,9 @@ def pipeline_times_data() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(tmp_path_factory.mktemp("four"), 4, (pipeline_times_data,), seconds=120)
-
-
-pytestmark = pytest.mark.xdist_group("groups")
+def four(tmp_path_factory, request) -> list[dict[str, Any]]:
+    cases = (pipeline_times_data,)
+    return run_once(tmp_path_factory, request, "four", 4, cases, seconds=120)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
@@ -149,10 +147,12 @@ def dead_rank() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def faults(tmp_path_factory, request) -> dict[str, list[dict[str, Any]]]:
     """A group that has failed is of no use for the next case: each has its own processes."""
     return {
-        case.__name__: run(tmp_path_factory.mktemp(case.__name__), 2, (case,), seconds=SECONDS)
+        case.__name__: run_once(
+            tmp_path_factory, request, case.__name__, 2, (case,), seconds=SECONDS
+        )
         for case in (skipped_layer, plain_neighbour, dead_rank)
     }
 

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 )
 
 import sketchprop as sp
-from distributed_helpers import block, data, of, run
+from distributed_helpers import block, data, of, run_once
 from sketchprop.distributed import SketchedPipelineStage, WireCounter, sketch_stage_
 from stack_helpers import Z_LIMIT, equal, largest_z
 
@@ -273,11 +273,8 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(tmp_path_factory.mktemp("pipeline"), 2, CASES)
-
-
-pytestmark = pytest.mark.xdist_group("pipeline")
+def results(tmp_path_factory, request) -> list[dict[str, Any]]:
+    return run_once(tmp_path_factory, request, "pipeline", 2, CASES)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
