@@ -85,7 +85,12 @@ class _Layer:
 
     @property
     def sketch(self) -> ColumnSketch:
-        sketch = self.module.sketch
+        sketch = getattr(self.module, "sketch", None)
+        if sketch is None:
+            raise RuntimeError(
+                f"layer {self.name!r} shares its draws between ranks and is no longer sketched; "
+                "build the DistributedDataParallel anew after unsketch_"
+            )
         assert isinstance(sketch, ColumnSketch)
         return sketch
 
