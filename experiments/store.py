@@ -17,6 +17,8 @@ from .methods import ExperimentError
 
 DATABASE = "runs.sqlite"
 TABLE = "results.csv"
+PATIENCE = 60.0
+"""Seconds to wait for a reader or the writer, each of which needs the file for a moment."""
 
 TEXT = ("run", "cell", "sketch", "layers", "widths", "dataset", "pixels", "package_version",
         "torch_version")  # fmt: skip
@@ -39,7 +41,7 @@ class Store:
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(folder / f"{DATABASE}.lock")
-            self.connection = sqlite3.connect(folder / DATABASE, isolation_level=None)
+            self.connection = sqlite3.connect(folder / DATABASE, PATIENCE, isolation_level=None)
             self.connection.execute("PRAGMA synchronous=FULL")
             columns = ", ".join(f"{name} NOT NULL" for name in COLUMNS[1:])
             self.connection.execute(
@@ -80,7 +82,10 @@ def read_rows(folder: Path) -> list[Row]:
     """All stored runs, from the database or, where only that was kept, from the table."""
     database, table = folder / DATABASE, folder / TABLE
     if database.is_file():
-        with explained(folder), contextlib.closing(sqlite3.connect(database)) as connection:
+        with (
+            explained(folder),
+            contextlib.closing(sqlite3.connect(database, PATIENCE)) as connection,
+        ):
             return _read_database(connection)
     if not table.is_file():
         raise ExperimentError(f"{folder} holds no results: neither {DATABASE} nor {TABLE}")
