@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from sketchprop.ops import sketched_conv
 from sketchprop.sketches import AmortisedSketch, PlanMemory
 
 from .results import Line
-from .timing import Ratio, interleave
+from .timing import Prepared, Ratio, Work, interleave
 
 Shape = tuple[int, int, int]
 LINEAR: dict[Shape, float | None] = {
@@ -85,17 +86,17 @@ class _Linear:
         spread = torch.rand(n, generator=generator)
         self.G = torch.randn(B, n, generator=generator) * spread
 
-    def exact(self) -> Callable[[], object]:
-        return self._backward(F.linear(self.x, self.W, self.b), self.W)
+    def exact(self) -> Work:
+        return self._backward(lambda: F.linear(self.x, self.W, self.b), self.W)
 
-    def sketched(self, sketch: sp.Sketch, accumulate: bool = False) -> Callable[[], object]:
+    def sketched(self, sketch: sp.Sketch, accumulate: bool = False) -> Work:
         remembers = isinstance(sketch, AmortisedSketch) and sketch.refresh_every > 1
         memory = PlanMemory() if remembers else None
         W = self.W.detach().clone().requires_grad_() if accumulate else self.W
         if accumulate:
             W.grad = torch.zeros_like(W)
-        y = sp.sketched_linear(self.x, W, self.b, sketch, memory=memory, accumulate=accumulate)
-        return self._backward(y, W)
+        options = {"memory": memory, "accumulate": accumulate}
+        return self._backward(lambda: sp.sketched_linear(self.x, W, self.b, sketch, **options), W)
 
     def floor(self, budget: float) -> Callable[[], object]:
         """The two reduced products of a column sketch, their factors at hand."""
@@ -119,17 +120,16 @@ class _Linear:
             ratio.median + share, ratio.low + share, ratio.high + share, ratio.milliseconds + extra
         )
 
-    def _backward(self, y: Tensor, W: Tensor) -> Callable[[], object]:
-        """As training calls it; ``accumulate`` has a gradient of W that stays."""
-        keeps = W is not self.W
+    def _backward(self, forward: Callable[[], Tensor], W: Tensor) -> Work:
+        """As training runs it; ``accumulate`` has a gradient of W that stays."""
 
-        def run() -> None:
+        def run(y: Tensor) -> None:
             self.x.grad = self.b.grad = None
-            if not keeps:
+            if W is self.W:
                 W.grad = None
-            y.backward(self.G, retain_graph=True)
+            y.backward(self.G)
 
-        return run
+        return Prepared(forward, run)
 
 
 def overhead(seconds: float) -> dict[str, object]:
@@ -162,17 +162,24 @@ def conv(
         G = torch.randn(batch, n, size, size).to(memory_format=layout)
         G *= torch.rand(n, 1, 1)
 
-        def backward(y: Tensor, leaves: tuple[Tensor, ...], G: Tensor) -> Callable[[], object]:
-            return lambda: torch.autograd.grad(y, leaves, G, retain_graph=True)
+        def backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], G: Tensor) -> Work:
+            def run(y: Tensor) -> None:
+                for leaf in leaves:
+                    leaf.grad = None
+                y.backward(G)
+
+            return Prepared(forward, run)
 
         leaves = (x, W, b)
+        around = {"padding": kernel // 2}
         for budget in budgets:
             sketches = {"L1": sp.L1(budget), "Diagonal": sp.Diagonal(budget)}
-            exact = F.conv2d(x, W, b, padding=kernel // 2)
-            work = {"exact": backward(exact, leaves, G)}
+            work: dict[str, Work] = {
+                "exact": backward(partial(F.conv2d, x, W, b, **around), leaves, G)
+            }
             for method, sketch in sketches.items():
-                y = sketched_conv(x, W, b, sketch, padding=kernel // 2)
-                work[method] = backward(y, leaves, G)
+                sketched = partial(sketched_conv, x, W, b, sketch, **around)
+                work[method] = backward(sketched, leaves, G)
             measured = interleave(work, seconds=seconds)
             case = f"{name}, {batch} × {d} → {n} at {size}×{size}"
             for method in sketches:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,8 +38,18 @@ class Ratio:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
+class Prepared(NamedTuple):
+    """Work whose first part is not timed, a forward pass for example."""
+
+    prepare: Callable[[], Any]
+    run: Callable[[Any], object]
+
+
+Work = Callable[[], object] | Prepared
+
+
 def interleave(
-    work: Mapping[str, Callable[[], object]],
+    work: Mapping[str, Work],
     *,
     seconds: float = 3.0,
     rounds: tuple[int, int] = (9, 400),
@@ -47,9 +58,9 @@ def interleave(
 
     The first entry is the baseline. Medians of the ratios, with their quartiles.
     """
-    for function in work.values():
-        function()
-        function()
+    for entry in work.values():
+        _seconds(entry, _prepare(entry))
+        _seconds(entry, _prepare(entry))
     times: dict[str, list[float]] = {name: [] for name in work}
     names = list(work)
     order = random.Random(0)
@@ -61,10 +72,11 @@ def interleave(
         while done < rounds[0] or (done < rounds[1] and time.perf_counter() - start < seconds):
             # What ran just before decides what is in the caches: in a fixed order that would
             # favour one entry in every round.
+            # All preparations come first: a forward pass right before would leave every cache
+            # full of its own, which the backward of one layer among many does not meet.
+            ready = {name: _prepare(work[name]) for name in names}
             for name in order.sample(names, len(names)):
-                before = time.perf_counter()
-                work[name]()
-                times[name].append(time.perf_counter() - before)
+                times[name].append(_seconds(work[name], ready.pop(name)))
             done += 1
     finally:
         gc.enable()
@@ -76,6 +88,19 @@ def interleave(
         milliseconds = 1e3 * statistics.median(series)
         results[name] = Ratio(statistics.median(ratios), low, high, milliseconds)
     return results
+
+
+def _prepare(entry: Work) -> Any:
+    return entry.prepare() if isinstance(entry, Prepared) else None
+
+
+def _seconds(entry: Work, ready: Any) -> float:
+    start = time.perf_counter()
+    if isinstance(entry, Prepared):
+        entry.run(ready)
+    else:
+        entry()
+    return time.perf_counter() - start
 
 
 def restart_pinned(allocator: str) -> None:

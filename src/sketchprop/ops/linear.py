@@ -185,7 +185,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     stack = weight.shape[:-2]
     X = as_rows(x, stack)
     out = X @ weight.mT if bias is None else X @ weight.mT + bias.unsqueeze(-2)
-    return out.view(*x.shape[:-1], weight.shape[-2])
+    # A view could not be changed in place by what follows, an in-place ReLU for example.
+    return out if out.dim() == x.dim() else out.view(*x.shape[:-1], weight.shape[-2])
 
 
 def _autocast(

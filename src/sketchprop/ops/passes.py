@@ -32,10 +32,8 @@ def asked(ctx: Any) -> Asked:
     Where the engine cannot be asked, all that may ever be wanted.
     """
     needs: Asked = ctx.needs_input_grad[:3]
-    if torch.compiler.is_compiling() or not hasattr(ctx, "next_functions"):
+    if _only_pass(ctx) or not hasattr(ctx, "next_functions"):
         return needs
-    if getattr(ctx, "left", None) is None and not _graph_is_kept():
-        return needs  # the only pass there will be
     nodes = [node for node, _ in ctx.next_functions[: 2 + needs[2]]] + [None]
     return (
         needs[0] and _executes(nodes[0]),
@@ -46,7 +44,7 @@ def asked(ctx: Any) -> Asked:
 
 def one_draw(ctx: Any, grad: Tensor, now: Asked, draw: Callable[[], Draw]) -> Draw:
     """``draw()``, or what an earlier pass over the same ``grad`` drew and has not used up."""
-    if torch.compiler.is_compiling():
+    if _only_pass(ctx):
         return draw()
     left: Left | None = getattr(ctx, "left", None)
     if left is not None and _continues(left, grad, now):
@@ -58,6 +56,13 @@ def one_draw(ctx: Any, grad: Tensor, now: Asked, draw: Callable[[], Draw]) -> Dr
     comes_back = any(still) and _graph_is_kept()
     ctx.left = Left(made, grad, grad._version, still) if comes_back else None  # type: ignore[arg-type]
     return made  # type: ignore[no-any-return]
+
+
+def _only_pass(ctx: Any) -> bool:
+    """Whether no other pass over this node came before or will come: as training runs."""
+    if torch.compiler.is_compiling():
+        return True
+    return getattr(ctx, "left", None) is None and not _graph_is_kept()
 
 
 def _graph_is_kept() -> bool:

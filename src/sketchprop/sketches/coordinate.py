@@ -52,8 +52,8 @@ class L2(ColumnSketch):
 class Variance(ColumnSketch):
     """p ∝ Var(gᵢ) + ε·mean(gᵢ²) (``root=True``: its square root). Cost 4Brd + O(Bn).
 
-    ``paper=True`` drops the ε-term: then a constant column, or a batch of one row, has p = 0 and
-    the gradient is **biased**.
+    ``paper=True`` drops the ε-term: then a constant column that is not zero has p = 0 beside
+    others that vary, and the gradient is **biased**.
     """
 
     _: KW_ONLY
