@@ -19,6 +19,11 @@ allocator settings; medians of the ratios within a round, with their quartiles. 
 two reduced products of a column sketch alone, their factors at hand. A **bold** ratio misses the
 target that was set for it.
 
+The order matters on small layers. Here all forward passes of a round come before its backward
+passes, so that a backward follows another one, as in a network. Right behind a forward pass, with
+cold caches, sketched passes take a larger share: they are many small operations, exact ones are two
+large ones. Ratios close to their target lie within the spread of it.
+
 """
 
 

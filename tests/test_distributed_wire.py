@@ -57,11 +57,14 @@ def test_a_gradient_in_any_memory_order() -> None:
 
 @pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
 def test_uninitialised_bytes_write_nowhere_else(sketch) -> None:
-    """Indices are clamped: any bytes give a gradient of the right shape."""
-    grad = torch.randn(6, 5, 9)
-    form = made(sketch, grad)
+    """Indices are clamped: any bytes stay inside the gradient they are unpacked into."""
+    around = torch.full((8, 5, 9), 7.0)
+    grad = around[1:7]
+    form = made(sketch, torch.randn(6, 5, 9))
     for fill in (0, 127, 255):
         form.unpack(torch.full((form.nbytes,), fill, dtype=torch.uint8), grad)
+        assert not (grad == 7.0).any()
+        assert (around[[0, 7]] == 7.0).all()
 
 
 @pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
