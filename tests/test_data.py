@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from sketchprop import data
+from sketchprop.cache import cache_folder
+from sketchprop.data import digits, files
 
 
 def idx(shape, content):
@@ -23,7 +25,7 @@ def folder(tmp_path, monkeypatch):
         "train-labels-idx1-ubyte": idx((2,), bytes([7, 1])),
     }
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    monkeypatch.setattr(data, "MNIST_SHA256", sums)
+    monkeypatch.setattr(digits, "MNIST_SHA256", sums)
     root = tmp_path / "data"
     (root / "mnist").mkdir(parents=True)
     for name, content in files.items():
@@ -38,7 +40,7 @@ def offline(monkeypatch):
     def refuse(*args, **kwargs):
         raise urllib.error.URLError("no network")
 
-    monkeypatch.setattr(data.urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(files.urllib.request, "urlopen", refuse)
 
 
 def check(images, labels):
@@ -58,8 +60,8 @@ def test_found_in_every_documented_place(folder, offline, monkeypatch, layout):
             packed.unlink()
     if layout == "cache":
         monkeypatch.delenv("SKETCHPROP_DATA")
-        data.cache_folder().mkdir(parents=True)
-        (folder / "mnist").rename(data.cache_folder() / "mnist")
+        cache_folder().mkdir(parents=True)
+        (folder / "mnist").rename(cache_folder() / "mnist")
     check(*data.mnist())
 
 
@@ -103,15 +105,15 @@ def test_a_download_is_checked_and_cached(folder, monkeypatch):
 
     def serve(url, timeout):
         asked.append(url)
-        good = url.startswith(data.MNIST_MIRRORS[1])
+        good = url.startswith(digits.MNIST_MIRRORS[1])
         return Answer(source[url.rsplit("/", 1)[1]] if good else b"<html>moved</html>")
 
-    monkeypatch.setattr(data.urllib.request, "urlopen", serve)
+    monkeypatch.setattr(files.urllib.request, "urlopen", serve)
     check(*data.mnist())
     assert len(asked) == 4  # both mirrors for both files
     check(*data.mnist())
     assert len(asked) == 4
-    assert not list(data.cache_folder().rglob("*.part"))
+    assert not list(cache_folder().rglob("*.part"))
 
 
 def test_a_cut_idx_file_is_refused():

@@ -19,6 +19,7 @@ from experiments.__main__ import main
 from experiments.store import DATABASE, TABLE, TIMES, read_rows
 from experiments.sweep import FIGURES, load_sweep
 from sketchprop import data
+from sketchprop.data import digits, files
 
 ROOT = Path(mnist.__file__).parents[1]
 TINY = """
@@ -240,15 +241,15 @@ def test_damaged_data_is_an_error_and_nothing_counts_as_done(
 ):
     root = tmp_path / "data" / "mnist"
     root.mkdir(parents=True)
-    sources = [p for p in data._candidates("mnist", NAMES[1]) if p.is_file()]
-    for path in sources[0].parent.glob("*ubyte.gz"):
+    found = [p for p in files.candidates("mnist") if list(p.glob(f"{NAMES[1]}*"))]
+    for path in found[0].glob("*ubyte.gz"):
         shutil.copyfile(path, root / path.name)
     if not (root / f"{NAMES[1]}.gz").exists():
         pytest.skip("MNIST is there, but not gzipped")
     damage(root / f"{NAMES[1]}.gz")
     monkeypatch.setenv(data.VARIABLE, str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(data, "MNIST_MIRRORS", ())
+    monkeypatch.setattr(digits, "MNIST_MIRRORS", ())
     out = tmp_path / "out"
     code = main(["mnist", "--preset", tiny, "--out", str(out), "--workers", "0", "--quiet"])
     assert code == 1
