@@ -52,15 +52,18 @@ MODELS = {
 }
 
 
+def _training(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor, torch.optim.Optimizer]:
+    """The same weights and the same batch each time."""
+    torch.manual_seed(0)
+    model, x, optimizer_of = MODELS[name][0]()
+    return model, x, torch.randint(0, 10, (x.shape[0],)), optimizer_of(model)
+
+
 def step(name: str, sketch: sp.Sketch | None, compiled: bool = False) -> Step:
     """A closure that runs one training step of one of ``MODELS``."""
-    make, where, _ = MODELS[name]
-    torch.manual_seed(0)
-    model, x, optimizer_of = make()
-    y = torch.randint(0, 10, (x.shape[0],))
-    optimizer = optimizer_of(model)
+    model, x, y, optimizer = _training(name)
     if sketch is not None:
-        sp.sketch_(model, sketch, where=where)
+        sp.sketch_(model, sketch, where=MODELS[name][1])
     run: Callable[[torch.Tensor], torch.Tensor] = model
     if compiled:
         model(x)  # where="faster" decides before a graph is traced
@@ -83,10 +86,7 @@ ROW_TARGETS = {
 
 def rows_step(name: str, budget: float) -> Step:
     """Whole samples by importance in every layer: one draw at the head serves all below."""
-    torch.manual_seed(0)
-    model, x, optimizer_of = MODELS[name][0]()
-    y = torch.randint(0, 10, (x.shape[0],))
-    optimizer = optimizer_of(model)
+    model, x, y, optimizer = _training(name)
     sp.sketch_(model, sp.Rows(budget, unit="sample"), sp.select.everything)
 
     def once() -> None:
@@ -99,14 +99,26 @@ def rows_step(name: str, budget: float) -> Step:
 
 def sampled_step(name: str, budget: float) -> Step:
     """Forward on all samples without a graph, forward and backward on the drawn ones."""
-    torch.manual_seed(0)
-    model, x, optimizer_of = MODELS[name][0]()
-    y = torch.randint(0, 10, (x.shape[0],))
-    optimizer = optimizer_of(model)
+    model, x, y, optimizer = _training(name)
 
     def once() -> None:
         optimizer.zero_grad()
         sp.sampled_backward(model, F.cross_entropy, x, y, budget)
+        optimizer.step()
+
+    return once
+
+
+def least_step(name: str, budget: float) -> Step:
+    """What ``sampled_backward`` cannot go below: a forward pass, and a step on the kept samples."""
+    model, x, y, optimizer = _training(name)
+    kept = max(1, round(budget * x.shape[0]))
+
+    def once() -> None:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(x)
+        F.cross_entropy(model(x[:kept]), y[:kept]).backward()
         optimizer.step()
 
     return once
@@ -123,6 +135,7 @@ def models(
                 work["SampleMask"] = step(name, sp.SampleMask(budget))
                 work["Rows"] = rows_step(name, budget)
                 work["sampled_backward"] = sampled_step(name, budget)
+                work["forward, and a step on the kept"] = least_step(name, budget)
             if compiled:
                 work["exact, compiled"] = step(name, None, True)
                 work["L1, compiled"] = step(name, sp.L1(budget), True)
