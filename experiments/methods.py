@@ -10,6 +10,8 @@ from sketchprop.sketches import Sketch
 
 BUDGET = "{p}"
 EXACT = "exact"
+SAMPLED = "sampled_backward("
+"""What the expression of a run begins with whose samples are drawn outside of the layers."""
 PLACES = ("all", "first", "last")
 """Which layers are sketched; the first is the one next to the data."""
 
@@ -57,6 +59,7 @@ COLOURS = {
     "control columns": (93, 64, 55),
     "control samples": (33, 33, 33),
     "rows": (121, 85, 201),
+    "sampled": (255, 87, 34),
     "baseline": (0, 0, 0),
 }
 """The paper's colours (RGB), and more for what it lacks."""
@@ -150,6 +153,8 @@ _METHODS = (
     Method(
         "rows", "rows by importance", "Rows({p}, exact_bias=False)", "rows", (_MASKS, _SVD), "-."
     ),
+    # In no figure of the paper's study: the whole backward on samples drawn at the output.
+    Method("sampled", "sampled_backward", f"{SAMPLED}{{p}})", "sampled", (), "-."),
     Method(EXACT, "baseline", "", "baseline", _EVERY),
 )
 METHODS = {method.name: method for method in _METHODS}
@@ -164,8 +169,8 @@ def find_method(name: str) -> Method:
 
 
 def make_sketch(expression: str) -> Sketch | None:
-    """The sketch of a run; ``None`` for exact training."""
-    if not expression:
+    """The sketch of a run's layers; ``None`` for exact ones."""
+    if not expression or expression.startswith(SAMPLED):
         return None
     try:
         return parse_sketch(expression)

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from sketchprop.sampling import sample_independent
 from sketchprop.sketches import Sketch
 from sketchprop.sketches.base import AtomSketch
 
-from .methods import make_sketch
+from .methods import SAMPLED, make_sketch
 from .sweep import PIXELS, Cell, Run
 
 SPLIT_SEED = 20240
@@ -177,6 +177,46 @@ class Stack:
         return 100.0 * right.double() / len(split.labels)
 
 
+class SampledStack(Stack):
+    """``sampled_backward`` itself, one replica after the other: it draws samples by the gradient
+    at the output, and runs the network again on those."""
+
+    def __init__(self, cell: Cell, runs: Sequence[Run]) -> None:
+        super().__init__(cell, runs)
+        self.budget = sampled_share(cell)
+        self.draws = Uniforms((), "draws at the output", self.seeds)
+
+    def step(self, x: Tensor, labels: Tensor) -> None:
+        u = self.draws.next()
+        replicas = zip(*(w.unbind() for w in (*self.weights, *self.biases)), strict=True)
+        losses = torch.stack(
+            [
+                sp.sampled_loss(
+                    partial(_network, own), F.cross_entropy, x[r], labels[r], self.budget, u=u[r]
+                )
+                for r, own in enumerate(replicas)
+            ]
+        )
+        parameters = [*self.weights, *self.biases]
+        self._update(parameters, torch.autograd.grad(losses.sum(), parameters))
+        self.loss += losses.detach()
+        self.steps += 1
+
+
+def _network(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+    """One replica: all of its weights, then all of its biases."""
+    half = len(parameters) // 2
+    for index, (W, b) in enumerate(zip(parameters[:half], parameters[half:], strict=True)):
+        x = F.linear(x.relu() if index else x, W, b)
+    return x
+
+
+def sampled_share(cell: Cell) -> float:
+    """The budget of ``sampled_backward``; 0 where layers are sketched, or nothing is."""
+    found = cell.sketch.startswith(SAMPLED)
+    return float(cell.sketch.removeprefix(SAMPLED).removesuffix(")")) if found else 0.0
+
+
 def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Trains replicas of one cell together; what was found for each, in the same order."""
     began = time.perf_counter()
@@ -185,7 +225,8 @@ def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
         raise ValueError("replicas of one stack may differ in learning rate and seed only")
     found = load(cell.train_rows, cell.validation_rows, cell.test_rows, cell.pixels)
     # torch multiplies a stack of one on another path, which rounds differently: it gets a twin.
-    stack = Stack(cell, runs if len(runs) > 1 else [runs[0], runs[0]])
+    kind = SampledStack if sampled_share(cell) else Stack
+    stack = kind(cell, runs if len(runs) > 1 else [runs[0], runs[0]])
     orders = {seed: generator("order", seed) for seed in stack.seeds}
     validation, test, losses = [], [], []
     lost_at = [0] * len(stack.seeds)
@@ -264,6 +305,8 @@ def layer_ranks(cell: Cell) -> list[float]:
     """How many atoms each layer keeps, or is expected to keep; exact layers: all columns."""
     shapes = list(zip(cell.widths[1:], cell.widths[:-1], strict=True))
     B = cell.batch_size
+    if share := sampled_share(cell):
+        return [float(sp.Rows(share).rank(B))] * len(shapes)
     return [
         round(float(sketch.rank(sketch.atom_count(B, n, d))), 4)
         for sketch, (n, d) in zip(layer_sketches(cell), shapes, strict=True)
