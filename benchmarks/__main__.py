@@ -9,6 +9,7 @@ to benchmarks/results/.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def main() -> None:
     if args.command != "memory":
         restart_pinned(args.allocator)
     torch.set_num_threads(args.threads)
-    command = "python -m benchmarks " + " ".join(sys.argv[1:])
+    command = "python -m benchmarks " + shlex.join(sys.argv[1:])
     name = f"{args.command}-{args.threads}-thread{'s' * (args.threads > 1)}"
     output = args.output or FOLDER / f"{name}.json"
     title = f"{args.command}: time over exact, {args.threads} thread(s), {args.allocator} allocator"

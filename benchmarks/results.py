@@ -77,7 +77,7 @@ def plot(path: Path, lines: Sequence[Line], title: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8.5, 4.5), layout="constrained")
     methods = sorted({line.method for line in lines})
     main = max(methods, key=lambda m: len({line.budget for line in lines if line.method == m}))
     for number, case in enumerate(dict.fromkeys(line.case for line in lines)):
@@ -111,7 +111,7 @@ def plot(path: Path, lines: Sequence[Line], title: str) -> None:
     axes.plot([], [], ls=":", color="#757575", label="floor: the reduced products alone")
     axes.set(xlabel="kept fraction", ylabel="time over exact", title=title, ylim=(0, None))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.02, 0.72))
+    figure.legend(fontsize=8, loc="outside right center", title=main, title_fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

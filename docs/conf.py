@@ -1,0 +1,65 @@
+"""The documentation site: ``make docs``."""
+
+from __future__ import annotations
+
+import re
+
+import sketchprop
+
+project = "sketchprop"
+author = "The sketchprop developers"
+copyright = "The sketchprop developers, Apache-2.0"
+version = release = sketchprop.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+nitpicky = True
+# Names of others: their documentation is not at hand when this one is built.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|collections|typing|pathlib|Any|Callable|nn|Tensor)(\..*)?"),
+    # Types of our own that a user never writes down.
+    (
+        r"py:.*",
+        r"sketchprop\..*\.(Layout|Model|Plan|PlanMemory|RowMemory|Sketched|Stage|Summary|Writer)",
+    ),
+]
+# Result folders come and go; a page that is not there yet is not an error.
+suppress_warnings = ["toc.empty_glob"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_mock_imports = ["lightning", "pytorch_lightning", "transformers"]
+python_maximum_signature_line_length = 72
+python_use_unqualified_type_names = True
+add_module_names = False
+smartquotes = False
+highlight_language = "none"
+
+html_theme = "furo"
+html_title = "sketchprop"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+
+
+def _code_blocks(app, what, name, obj, options, lines):  # type: ignore[no-untyped-def]
+    """Docstrings show code by indenting it; what is not a doctest needs a directive for that."""
+    out: list[str] = []
+    inside = False
+    for line in lines:
+        starts = re.match(r"    \S", line) and (not out or not out[-1].strip())
+        if starts and not inside:
+            out += [".. code-block:: python", ""]
+            inside = True
+        elif inside and line.strip() and not line.startswith("    "):
+            inside = False
+        out.append(line)
+    lines[:] = out
+
+
+def setup(app):  # type: ignore[no-untyped-def]
+    app.connect("autodoc-process-docstring", _code_blocks)

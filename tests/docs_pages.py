@@ -1,0 +1,91 @@
+"""What is in the Markdown pages: code blocks, commands, links, headings.
+
+A fenced block ``python`` is run. What it needs and a reader does not stands before it, hidden:
+
+    <!-- run:
+    model = nn.Linear(64, 10)
+    -->
+
+and a block that cannot be run says why: ``<!-- not run: needs two machines -->``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+_FENCE = re.compile(r"^(`{3,})(\S*)\n(.*?)^\1`*$", re.MULTILINE | re.DOTALL)
+_HIDDEN = re.compile(r"^<!-- run:\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
+_NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\n\Z")
+_LINK = re.compile(r"(?<!\\)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, or a hidden one (``language="run"``)."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+    not_run: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def pages() -> list[Path]:
+    """README and the pages of the site; built sites are not pages."""
+    found = [p for p in DOCS.rglob("*.md") if "_build" not in p.parts]
+    return [ROOT / "README.md", *sorted(found)]
+
+
+def blocks(page: Path) -> list[Block]:
+    """In the order of the page."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in _FENCE.finditer(text):
+        reason = _NOT_RUN.search(text[: match.start()])
+        line = text.count("\n", 0, match.start()) + 2
+        found.append(Block(page, line, match[2], match[3], reason[1] if reason else ""))
+    for match in _HIDDEN.finditer(text):
+        found.append(Block(page, text.count("\n", 0, match.start()) + 2, "run", match[1]))
+    return sorted(found, key=lambda block: block.line)
+
+
+def commands(block: Block) -> Iterator[str]:
+    """The commands of a shell block, continued lines joined, comments dropped."""
+    for line in block.code.replace("\\\n", " ").splitlines():
+        command = re.sub(r"(^|\s)#.*", "", line).strip()
+        if command:
+            yield command
+
+
+def links(page: Path) -> Iterator[tuple[int, str]]:
+    """Line and target of each link and image outside of code."""
+    text = page.read_text(encoding="utf-8")
+    for pattern in (_FENCE, _HIDDEN, re.compile(r"`[^`\n]+`")):
+        text = pattern.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
+    for match in _LINK.finditer(text):
+        yield text.count("\n", 0, match.start()) + 1, match[1]
+
+
+def anchors(page: Path) -> set[str]:
+    """What ``#...`` may follow a link to this page: headings, as GitHub and MyST write them."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?) *#*$", text, re.MULTILINE):
+        plain = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(next(s for s in _numbered(plain) if s not in found))
+    return found
+
+
+def _numbered(slug: str) -> Iterator[str]:
+    yield slug
+    yield from (f"{slug}-{n}" for n in range(1, 100))

@@ -1,0 +1,194 @@
+"""Every code block of README and the site is run; every command that they show is parsed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import runpy
+import shlex
+import sys
+import types
+
+import pytest
+import torch
+
+from docs_pages import DOCS, ROOT, blocks, commands, pages
+from sketchprop.cli.specs import UsageError, parse_sketches
+
+PYTHON = {p.relative_to(ROOT).as_posix(): p for p in pages() if "```python" in p.read_text()}
+SHELL = {"bash", "sh", "shell", "console", ""}
+MAY_STAY = 0
+"""How many blocks are marked as not run; each needs a reason, and this number."""
+
+
+@pytest.mark.parametrize("page", PYTHON)
+def test_the_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SKETCHPROP_CACHE", str(tmp_path))
+    # A module, as dataclasses and pickle expect of the code that they are given.
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    threads = torch.get_num_threads()
+    try:
+        for block in blocks(PYTHON[page]):
+            if block.language in ("python", "run") and not block.not_run:
+                lines = "\n" * (block.line - 1) + block.code
+                exec(compile(lines, str(block.page), "exec"), module.__dict__)
+    finally:
+        torch.set_num_threads(threads)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def test_blocks_that_are_not_run_are_few_and_say_why():
+    left = [b for p in pages() for b in blocks(p) if b.language == "python" and b.not_run]
+    assert len(left) <= MAY_STAY, [f"{b.where}: {b.not_run}" for b in left]
+
+
+def test_blocks_in_python_are_marked_as_such():
+    """A block without a language that looks like Python would escape."""
+    for page in pages():
+        for block in blocks(page):
+            if block.language in ("", "text", "py"):
+                assert not re.search(r"^(import|from|sp\.|def|class) ?\w", block.code, re.M), (
+                    block.where
+                )
+
+
+class _ParsedError(Exception):
+    """Raised in place of running a command whose arguments were understood."""
+
+    def __init__(self, options):
+        self.options = options
+
+
+@pytest.fixture
+def parse_only(monkeypatch):
+    """Arguments are parsed by the real parser, and nothing is run."""
+    original = argparse.ArgumentParser.parse_args
+
+    def parse_args(self, args=None, namespace=None):
+        raise _ParsedError(original(self, args, namespace))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+
+    def start(words):
+        if words[0] == "sketchprop":
+            importlib.import_module("sketchprop.cli").main()
+        elif words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__", alter_sys=False)
+        else:
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+
+    def parse(command):
+        words = [w for w in shlex.split(command) if not re.match(r"[A-Z_]+=", w)]
+        if words[0] == "torchrun":  # its own options end where the script begins
+            words = words[next(i for i, w in enumerate(words) if w.endswith(".py")) :]
+        if words[:2] == ["python", "-m"]:
+            words = words[1:]
+        monkeypatch.setattr(sys, "argv", words[1:] if words[0] == "-m" else words)
+        with pytest.raises(_ParsedError) as caught:
+            start(words)
+        return caught.value.options
+
+    return parse
+
+
+def _checkable(command):
+    return re.match(r"(?:[A-Z_]+=\S+ )*(sketchprop|python -m|torchrun|python \S+\.py)\b", command)
+
+
+SHOWN = sorted(
+    {
+        command
+        for page in [*pages(), ROOT / "experiments" / "README.md"]
+        for block in blocks(page)
+        if block.language in SHELL
+        for command in commands(block)
+        if _checkable(command)
+    }
+    | {
+        # Commands in the running text and in tables.
+        command
+        for page in [*pages()]
+        for command in re.findall(r"`((?:python -m|sketchprop) [^`]+)`", page.read_text())
+        if " --" in command and "|" not in command and "--help" not in command
+    }
+)
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_a_command_can_be_typed_as_shown(command, parse_only):
+    options = parse_only(command)
+    for text in getattr(options, "sketches", None) or []:
+        if ":" not in text:  # those of the reader's own module
+            try:
+                parse_sketches([text])
+            except UsageError as error:
+                pytest.fail(f"{command}: {error}")
+
+
+def test_there_are_commands_to_check():
+    assert len(SHOWN) > 15
+
+
+def test_a_wrong_command_is_noticed(parse_only):
+    with pytest.raises(SystemExit):
+        parse_only("sketchprop measure --no-such-option")
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for page in pages():
+        for block in blocks(page):
+            for command in commands(block) if block.language in SHELL else ():
+                if command.startswith("make "):
+                    target = command.split()[1]
+                    assert re.search(rf"^{target}:", makefile, re.M), f"{block.where}: {command}"
+
+
+# -- the paper map ---------------------------------------------------------------------------
+
+MAP = (DOCS / "paper-map.md").read_text()
+SYMBOLS = sorted(set(re.findall(r"`((?:sketchprop|experiments|benchmarks)(?:\.\w+)+)`", MAP)))
+
+
+@pytest.mark.parametrize("symbol", SYMBOLS)
+def test_a_symbol_of_the_paper_map_exists(symbol):
+    parts = symbol.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[cut:]:
+            found = getattr(found, name)
+        return
+    pytest.fail(symbol)
+
+
+def test_the_paper_map_names_every_statement_algorithm_and_figure():
+    wanted = ["Assumption 2.1", "Prop. 2.2 (i)", "Prop. 2.2 (ii)", "Lemma 3.1", "Lemma 3.2"]
+    wanted += ["Prop. 3.3", "Lemma 3.4", "Fig. 1a", "Fig. 1b", "Fig. 2a", "Fig. 2b", "Fig. 3a"]
+    wanted += ["Fig. 4", *(f"Alg. {n}" for n in range(1, 7))]
+    assert not [name for name in wanted if name not in MAP]
+    numbers: set[int] = set()
+    for text in re.findall(r"Eq\. ([\d, -]+)", MAP):
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+            numbers.update(range(int(first), int(last or first) + 1))
+    assert numbers == set(range(1, 24))
+
+
+def test_every_concrete_sketch_is_in_the_paper_map_or_not_of_the_paper():
+    import sketchprop as sp
+
+    beyond = {"Rows", "ForwardRows", "Split"}
+    concrete = {
+        name
+        for name in sp.__all__
+        if isinstance(value := getattr(sp, name), type)
+        and issubclass(value, sp.Sketch)
+        and not value.__abstractmethods__
+    }
+    assert {f"sketchprop.{name}" for name in concrete - beyond} <= set(SYMBOLS)
