@@ -203,7 +203,7 @@ def test_bench_lists_shapes(run, tmp_path):
 # --- help and mistakes -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["check", "measure", "plan", "bench"])
+@pytest.mark.parametrize("command", ["check", "measure", "plan", "bench", "report"])
 def test_help_teaches(run, command):
     code, out, _ = run(command, "--help")
     assert code == 0

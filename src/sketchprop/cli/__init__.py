@@ -1,4 +1,4 @@
-"""The command ``sketchprop``: check, measure, plan, bench."""
+"""The command ``sketchprop``: check, measure, plan, bench, report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; 0: fine, 1: biased or does not pay, 2: it could not be run as typed."""
-    options = parser().parse_args(arguments)
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(typed)
+    options.arguments = typed
     if options.threads:
         torch.set_num_threads(options.threads)
     try:

@@ -10,7 +10,7 @@ from argparse import (
 )
 
 from .._version import __version__
-from . import commands
+from . import commands, report
 from .specs import MODELS, sketch_names
 
 ABOUT = """\
@@ -21,6 +21,7 @@ These commands say whether one is right, what it costs and whether it pays:
   measure   how much variance does it add, where, and is that worth the time it saves?
   plan      which layers of a model are worth sketching on this machine?
   bench     how long does one linear layer's backward take, exact and sketched?
+  report    plan and measure, with plots, as one HTML page
 """
 
 CODES = "exit codes: 0 fine · 1 biased, or does not pay · 2 could not be run as typed"
@@ -80,6 +81,23 @@ examples:
 
 {CODES} (here: 1 if nothing is faster than exact)"""
 
+REPORT = """\
+Plans and measures one model with one batch size, and writes one HTML page: does it pay, how much
+time, memory and variance; then layer by layer, with plots; then how it was measured. The page
+needs no network and no script: send it to a colleague, or keep it beside the training run.
+"""
+REPORT_EXAMPLES = f"""\
+examples:
+  sketchprop report                                       the paper's MLP, L1(0.1), random data
+  sketchprop report --model vit --sketch 'Rows(0.3)' --output vit.html
+  sketchprop report --model mycode:make --sketch 'blocks.*=L1(0.3)' --batches 4 --draws 8
+      make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar
+  sketchprop report --data mnist --steps 469 --sketch 'L1(0.1)'
+
+Takes about draws × batches × (sketched layers) steps; --no-split and --draws make it shorter.
+
+{CODES} (the page is written in both cases)"""
+
 
 def parser() -> ArgumentParser:
     """The whole command line."""
@@ -95,6 +113,7 @@ def parser() -> ArgumentParser:
     _measure(commands_of)
     _plan(commands_of)
     _bench(commands_of)
+    _report(commands_of)
     return top
 
 
@@ -116,8 +135,6 @@ def _measure(commands_of: _SubParsersAction[ArgumentParser]) -> None:
     p = _command(commands_of, "measure", "does it pay?", MEASURE, MEASURE_EXAMPLES)
     _model(p, default="mlp")
     _sketch(p, "or PATTERN=SKETCH, several times, for layers by name")
-    p.add_argument("--batches", type=_positive, default=8, help="how many (default: %(default)s)")
-    p.add_argument("--draws", type=_positive, help="for each batch (default: a pilot chooses)")
     p.add_argument(
         "--steps",
         type=_natural,
@@ -126,23 +143,7 @@ def _measure(commands_of: _SubParsersAction[ArgumentParser]) -> None:
         metavar="N",
         help="train exactly for N steps first (default: 0); with --location, stop at each N",
     )
-    p.add_argument(
-        "--learning-rate", type=float, default=0.1, help="of those steps (default: %(default)s)"
-    )
-    p.add_argument("--no-split", action="store_true", help="only the total V: much cheaper")
-    p.add_argument(
-        "--rounds",
-        type=_natural,
-        default=7,
-        help="pairs of steps to time (default: %(default)s); 0: judge by FLOPs",
-    )
-    p.add_argument(
-        "--overhead",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="milliseconds of a step outside forward and backward (optimizer, data)",
-    )
+    _effort(p)
     p.add_argument(
         "--location", action="store_true", help="compare the first layer, the last, and all"
     )
@@ -176,6 +177,50 @@ def _bench(commands_of: _SubParsersAction[ArgumentParser]) -> None:
     p.add_argument("--device", default="cpu", help="where (default: %(default)s)")
     _plot(p)
     p.set_defaults(run=commands.run_bench)
+
+
+def _report(commands_of: _SubParsersAction[ArgumentParser]) -> None:
+    p = _command(commands_of, "report", "all of it as one HTML page", REPORT, REPORT_EXAMPLES)
+    _model(p, default="mlp")
+    _sketch(p, "or PATTERN=SKETCH, several times, for layers by name")
+    p.add_argument(
+        "--output",
+        default="sketchprop-report.html",
+        metavar="FILE",
+        help="where the page goes (default: %(default)s)",
+    )
+    p.add_argument("--title", help="the page's heading (default: the model's name)")
+    p.add_argument(
+        "--steps",
+        type=_natural,
+        default=0,
+        metavar="N",
+        help="train exactly for N steps first (default: %(default)s)",
+    )
+    _effort(p)
+    p.set_defaults(run=report.run_report)
+
+
+def _effort(p: ArgumentParser) -> None:
+    p.add_argument("--batches", type=_positive, default=8, help="how many (default: %(default)s)")
+    p.add_argument("--draws", type=_positive, help="for each batch (default: a pilot chooses)")
+    p.add_argument(
+        "--learning-rate", type=float, default=0.1, help="of --steps (default: %(default)s)"
+    )
+    p.add_argument("--no-split", action="store_true", help="only the total V: much cheaper")
+    p.add_argument(
+        "--rounds",
+        type=_natural,
+        default=7,
+        help="pairs of steps to time (default: %(default)s); 0: judge by FLOPs",
+    )
+    p.add_argument(
+        "--overhead",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="milliseconds of a step outside forward and backward (optimizer, data)",
+    )
 
 
 def _command(

@@ -1,0 +1,16 @@
+"""One HTML page about one model and one sketch: does it pay, where is the noise, what is saved.
+
+    from sketchprop.report import html_report
+
+    measured = sp.measure(model, loss_fn, batches, sp.L1(0.1))
+    planned = sp.plan(model, batches[0], loss_fn, sketch=sp.L1(0.1))
+    Path("report.html").write_text(html_report(measured, [planned]), encoding="utf-8")
+
+The page is one file: no script, no font, no picture from elsewhere. On the command line:
+``sketchprop report``.
+"""
+
+from .page import html_report
+from .setup import setup_facts
+
+__all__ = ["html_report", "setup_facts"]

@@ -1,0 +1,38 @@
+"""What a measurement depends on beside the model: versions and the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+
+import torch
+
+from .._version import __version__
+from ..stopwatch import cpu_name
+
+
+def setup_facts(device: torch.device | None = None) -> dict[str, str]:
+    """Versions, processor, threads and the time of day, as words.
+
+    >>> setup_facts()["sketchprop"] == __version__
+    True
+    """
+    facts = {
+        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "sketchprop": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": f"{cpu_name()}, {os.cpu_count()} cores",
+        "threads": str(torch.get_num_threads()),
+    }
+    if device is not None and device.type != "cpu":
+        facts["device"] = _device_name(device)
+    return facts
+
+
+def _device_name(device: torch.device) -> str:
+    module = torch.get_device_module(device)
+    name = getattr(module, "get_device_name", lambda _: "")(device)
+    return f"{device} {name}".strip()
