@@ -69,20 +69,20 @@ class Outcome:
         return NOT_CONFIRMED if self.p_below <= LEVEL else UNDECIDED
 
 
-def _all(*names: str) -> list[Series]:
+def all_layers(*names: str) -> list[Series]:
     return [(name, "all") for name in names]
 
 
-def _pairs(
+def pairs(
     better: Sequence[Series], worse: Sequence[Series], margin: float = 0.0
 ) -> tuple[Comparison, ...]:
-    pairs = itertools.product(better, worse)
-    return tuple(Comparison(a, b, margin=margin) for a, b in pairs if a != b)
+    both = itertools.product(better, worse)
+    return tuple(Comparison(a, b, margin=margin) for a, b in both if a != b)
 
 
-_PROXIES = _all("l1", "l1-root", "l2", "l2-root", "var", "var-root")
+_PROXIES = all_layers("l1", "l1-root", "l2", "l2-root", "var", "var-root")
 _LOCATED = ("element", "sample", "ds", "l1", "rcs", "gsv")
-_SKETCHES = _all("l1", "ds", "gsv", "rcs")
+_SKETCHES = all_layers("l1", "ds", "gsv", "rcs")
 
 CLAIMS = (
     Claim(
@@ -97,24 +97,24 @@ CLAIMS = (
     Claim(
         "1b",
         "Data-dependent sketches are above the three uniform masks.",
-        _pairs(_all("ds", "rcs"), _all("element", "sample", "column")),
+        pairs(all_layers("ds", "rcs"), all_layers("element", "sample", "column")),
     ),
     Claim(
         "2a",
         f"The proxies are close to each other (within {CLOSE:g} point).",
-        _pairs(_PROXIES, _PROXIES, CLOSE),
+        pairs(_PROXIES, _PROXIES, CLOSE),
     ),
     Claim(
         "2a",
         f"ℓ1 lies on the upper envelope of the proxies (none is {ENVELOPE:g} points above it).",
-        _pairs(_all("l1"), _PROXIES[1:], ENVELOPE),
+        pairs(all_layers("l1"), _PROXIES[1:], ENVELOPE),
     ),
     Claim(
         "2b",
         "Spectral methods are above coordinate methods.",
-        _pairs(_all("gsv", "rcs"), _all("ds", "l1")),
+        pairs(all_layers("gsv", "rcs"), all_layers("ds", "l1")),
     ),
-    Claim("2b", "G-SV is above its square root.", _pairs(_all("gsv"), _all("gsv-root"))),
+    Claim("2b", "G-SV is above its square root.", pairs(all_layers("gsv"), all_layers("gsv-root"))),
     Claim(
         "location",
         "A sketch in the last layer alone hurts more than one in the first layer alone.",
@@ -123,20 +123,20 @@ CLAIMS = (
     Claim(
         "1b",
         "Data-dependent sketches are above uniform columns of the same, exact size.",
-        _pairs(_SKETCHES, _all("control-columns")),
+        pairs(_SKETCHES, all_layers("control-columns")),
         clause="control",
     ),
     Claim(
         "2b",
         "Data-dependent sketches are above one uniform sample mask for all layers, which is a "
         "smaller minibatch.",
-        _pairs(_SKETCHES, _all("control-samples")),
+        pairs(_SKETCHES, all_layers("control-samples")),
         clause="control",
     ),
     Claim(
         "2b",
         "Rows drawn by importance are above one uniform sample mask for all layers.",
-        _pairs(_all("rows"), _all("control-samples")),
+        pairs(all_layers("rows"), all_layers("control-samples")),
         clause="ours",
     ),
 )

@@ -24,8 +24,8 @@ import torch
 
 import sketchprop as sp
 
+from .checkpoints import FOLDER, Checkpoints
 from .methods import ExperimentError
-from .mnist import train_stack
 from .store import Row, Store
 from .sweep import Point, Run, planned_runs
 
@@ -39,24 +39,12 @@ class Task:
     """Runs of one cell that train together."""
 
     runs: tuple[Run, ...]
+    checkpoints: Checkpoints | None = None
 
     @property
     def cost(self) -> float:
         """About how many seconds it takes on one core of a laptop."""
-        cell = self.runs[0].cell
-        slow = SLOWER.get(cell.sketch.partition("(")[0], {}).get(cell.layers, 1.15)
-        examples = (cell.train_rows or 60000 - cell.validation_rows) * cell.epochs
-        return SECONDS_PER_EXAMPLE * examples * (len(self.runs) + 4) * slow
-
-
-SECONDS_PER_EXAMPLE = 0.26 / 55000
-"""Of each replica with ℓ1; a stack costs four replicas more than it has."""
-SLOWER = {
-    "GradientSVD": {"all": 1.7, "first": 1.4},
-    "RankConstrained": {"all": 2.6, "first": 1.8},
-    "ElementMask": {"all": 2.7, "first": 2.5},
-}
-"""Time of a method over that of ℓ1, by the layers that are sketched."""
+        return self.runs[0].cell.cost(len(self.runs))
 
 
 def run_sweep(
@@ -68,8 +56,11 @@ def run_sweep(
 ) -> int:
     """Trains all that ``points`` need and ``store`` lacks; how many runs that were."""
     done = 0
+    kept = Checkpoints(store.folder / FOLDER)
     while True:
-        tasks = missing_tasks(points, store.rows())
+        rows = store.rows()
+        kept.remove({row["run"] for row in rows})
+        tasks = missing_tasks(points, rows, kept.folder)
         if not tasks:
             return done
         total, finished = sum(task.cost for task in tasks), 0.0
@@ -78,36 +69,43 @@ def run_sweep(
         with contextlib.closing(engine(tasks, workers)) as results:  # type: ignore[type-var]
             for task, rows in results:
                 store.add(rows)
+                kept.remove({row["run"] for row in rows})
                 done += len(rows)
                 finished += task.cost
                 if report:
                     report(finished, total, f"{done} runs done")
 
 
-def missing_tasks(points: Sequence[Point], rows: Sequence[Row]) -> list[Task]:
+def missing_tasks(
+    points: Sequence[Point], rows: Sequence[Row], checkpoints: Path | None = None
+) -> list[Task]:
     """Stacks of the runs that are not stored, the longest first; widened grids included."""
     scores = {row["run"]: row["validation_accuracy"] for row in rows}
     tasks: list[Task] = []
     for point in points:
         missing = [run for run in planned_runs(point, scores) if run.identity not in scores]
-        size = point.protocol.stack
-        tasks += [Task(tuple(missing[i : i + size])) for i in range(0, len(missing), size)]
+        size, every = point.protocol.stack, point.protocol.checkpoint_seconds
+        kept = None if checkpoints is None else Checkpoints(checkpoints, every)
+        tasks += [Task(tuple(missing[i : i + size]), kept) for i in range(0, len(missing), size)]
     return sorted(tasks, key=lambda task: -task.cost)
 
 
 def execute(task: Task) -> list[Row]:
     """Trains a stack; the rows to be stored. This is what a worker runs."""
-    return [_row(run, found) for run, found in zip(task.runs, train_stack(task.runs), strict=True)]
+    found = task.runs[0].cell.train(task.runs, task.checkpoints)
+    return [_row(run, values) for run, values in zip(task.runs, found, strict=True)]
 
 
 def _row(run: Run, found: dict[str, Any]) -> Row:
     validation, test = found["validation_curve"], found["test_curve"]
     best = max(range(len(validation)), key=lambda epoch: validation[epoch])
-    config = asdict(run.cell)
+    config = {
+        name: "-".join(map(str, value)) if isinstance(value, tuple) else value
+        for name, value in asdict(run.cell).items()
+    }
     return {
         **config,
         **found,
-        "widths": "-".join(map(str, run.cell.widths)),
         "run": run.identity,
         "cell": run.cell.identity,
         "rate_index": run.rate_index,

@@ -80,7 +80,8 @@ def _dress(axes: Any, figure: Figure, summaries: Sequence[Summary]) -> None:
     axes.set_xlabel("Sampling budget ($p$ or $r/n$)")
     axes.set_ylabel("Best accuracy (%), chosen on validation")
     reached = min((s.median - s.spread for s in summaries), default=figure.lowest)
-    axes.set_ylim(min(figure.lowest, max(0.0, reached - 2)), 101)
+    top = max((s.median + s.spread for s in summaries), default=100.0) + 2
+    axes.set_ylim(min(figure.lowest, max(0.0, reached - 2)), figure.highest or top)
     axes.grid(True, linewidth=0.4, alpha=0.6)
     axes.legend(fontsize=6, loc="lower right", framealpha=0.55, ncols=2, handlelength=4)
 

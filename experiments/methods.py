@@ -67,7 +67,8 @@ COLOURS = {
 _FL = ("all", "first", "last")
 _CORR, _MASKS, _PROXY, _SVD = "1a", "1b", "2a", "2b"
 _LM, _LC, _LS = "location-masks", "location-coordinate", "location-spectral"
-_EVERY = (_CORR, _MASKS, _PROXY, _SVD, _LM, _LC, _LS)
+_CIFAR, _RCS = "cifar", "rcs"
+_EVERY = (_CORR, _MASKS, _PROXY, _SVD, _LM, _LC, _LS, _CIFAR)
 _IND = 'sampling="independent", exact_bias=False'
 _PAPER = "paper=True, exact_bias=False"
 
@@ -75,9 +76,23 @@ _PAPER = "paper=True, exact_bias=False"
 # Its figures 1a and 1b show `diag_optimal_sec_mom` under the legend RCS and `optimal_sec_mom`
 # under DS; the legends here follow what is run.
 _METHODS = (
-    Method("l1", "ℓ1", "L1({p}, exact_bias=False)", "l1", (_CORR, _PROXY, _SVD, _LC), places=_FL),
+    Method(
+        "l1",
+        "ℓ1",
+        "L1({p}, exact_bias=False)",
+        "l1",
+        (_CORR, _PROXY, _SVD, _LC, _CIFAR, _RCS),
+        places=_FL,
+    ),
     Method("l1-independent", "ℓ1, independent", f"L1({{p}}, {_IND})", "l1", (_CORR,), "--"),
-    Method("ds", "DS", f"Diagonal({{p}}, {_PAPER})", "ds", (_CORR, _MASKS, _SVD, _LC), places=_FL),
+    Method(
+        "ds",
+        "DS",
+        f"Diagonal({{p}}, {_PAPER})",
+        "ds",
+        (_CORR, _MASKS, _SVD, _LC, _CIFAR, _RCS),
+        places=_FL,
+    ),
     Method(
         "ds-independent",
         "DS, independent",
@@ -87,7 +102,12 @@ _METHODS = (
         "--",
     ),
     Method(
-        "gsv", "G-SV", "GradientSVD({p}, exact_bias=False)", "gsv", (_CORR, _SVD, _LS), places=_FL
+        "gsv",
+        "G-SV",
+        "GradientSVD({p}, exact_bias=False)",
+        "gsv",
+        (_CORR, _SVD, _LS, _CIFAR, _RCS),
+        places=_FL,
     ),
     Method(
         "gsv-independent", "G-SV, independent", f"GradientSVD({{p}}, {_IND})", "gsv", (_CORR,), "--"
@@ -97,8 +117,17 @@ _METHODS = (
         "RCS",
         f"RankConstrained({{p}}, {_PAPER})",
         "rcs",
-        (_CORR, _MASKS, _SVD, _LS),
+        (_CORR, _MASKS, _SVD, _LS, _CIFAR, _RCS),
         places=_FL,
+    ),
+    # Not in the paper: no direction of G is invisible, so dW is unbiased in every layer.
+    Method(
+        "rcs-corrected",
+        "RCS, corrected",
+        "RankConstrained({p}, exact_bias=False)",
+        "rcs",
+        (_RCS,),
+        "-.",
     ),
     Method(
         "rcs-independent",
@@ -113,11 +142,16 @@ _METHODS = (
         "per element",
         f"ElementMask({{p}}, {_IND})",
         "element",
-        (_MASKS, _LM),
+        (_MASKS, _LM, _CIFAR),
         places=_FL,
     ),
     Method(
-        "sample", "per sample", f"SampleMask({{p}}, {_IND})", "sample", (_MASKS, _LM), places=_FL
+        "sample",
+        "per sample",
+        f"SampleMask({{p}}, {_IND})",
+        "sample",
+        (_MASKS, _LM, _CIFAR),
+        places=_FL,
     ),
     Method("column", "per column", f"ColumnMask({{p}}, {_IND})", "uniform", (_MASKS,)),
     Method("l1-root", "√ℓ1", "L1({p}, root=True, exact_bias=False)", "l1", (_PROXY,), "--"),
@@ -155,7 +189,7 @@ _METHODS = (
     ),
     # In no figure of the paper's study: the whole backward on samples drawn at the output.
     Method("sampled", "sampled_backward", f"{SAMPLED}{{p}})", "sampled", (), "-."),
-    Method(EXACT, "baseline", "", "baseline", _EVERY),
+    Method(EXACT, "baseline", "", "baseline", (*_EVERY, _RCS)),
 )
 METHODS = {method.name: method for method in _METHODS}
 

@@ -26,7 +26,8 @@ from sketchprop.sketches import Sketch
 from sketchprop.sketches.base import AtomSketch
 
 from .methods import SAMPLED, make_sketch
-from .sweep import PIXELS, Cell, Run
+from .mnist_study import PIXELS, MnistCell
+from .sweep import Cell, Run
 
 SPLIT_SEED = 20240
 """The validation split is the same for every run."""
@@ -99,7 +100,7 @@ class Uniforms:
 class Stack:
     """The parameters of all replicas, and one SGD step for each of them."""
 
-    def __init__(self, cell: Cell, runs: Sequence[Run]) -> None:
+    def __init__(self, cell: MnistCell, runs: Sequence[Run]) -> None:
         self.cell = cell
         self.seeds = [run.seed for run in runs]
         self.rates = torch.tensor([run.learning_rate for run in runs], dtype=torch.float32)
@@ -181,7 +182,7 @@ class SampledStack(Stack):
     """``sampled_backward`` itself, one replica after the other: it draws samples by the gradient
     at the output, and runs the network again on those."""
 
-    def __init__(self, cell: Cell, runs: Sequence[Run]) -> None:
+    def __init__(self, cell: MnistCell, runs: Sequence[Run]) -> None:
         super().__init__(cell, runs)
         self.budget = sampled_share(cell)
         self.draws = Uniforms((), "draws at the output", self.seeds)
@@ -221,6 +222,7 @@ def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Trains replicas of one cell together; what was found for each, in the same order."""
     began = time.perf_counter()
     cell = runs[0].cell
+    assert isinstance(cell, MnistCell)
     if any(run.cell != cell for run in runs):
         raise ValueError("replicas of one stack may differ in learning rate and seed only")
     found = load(cell.train_rows, cell.validation_rows, cell.test_rows, cell.pixels)
@@ -289,7 +291,7 @@ def _full_length(method: type[AtomSketch]) -> type[AtomSketch]:
     return type(f"FullLength{method.__name__}", (FullLength, method), {})
 
 
-def layer_sketches(cell: Cell) -> list[Sketch]:
+def layer_sketches(cell: MnistCell) -> list[Sketch]:
     """One for each layer; a layer that stays exact keeps all columns, which draws nothing."""
     count = len(cell.widths) - 1
     sketch = make_sketch(cell.sketch)
@@ -301,7 +303,7 @@ def layer_sketches(cell: Cell) -> list[Sketch]:
     return [keep if sketch is None or i not in where else sketch for i in range(count)]
 
 
-def layer_ranks(cell: Cell) -> list[float]:
+def layer_ranks(cell: MnistCell) -> list[float]:
     """How many atoms each layer keeps, or is expected to keep; exact layers: all columns."""
     shapes = list(zip(cell.widths[1:], cell.widths[:-1], strict=True))
     B = cell.batch_size

@@ -9,7 +9,8 @@ import io
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +21,66 @@ TABLE = "results.csv"
 PATIENCE = 60.0
 """Seconds to wait for a reader or the writer, each of which needs the file for a moment."""
 
-TEXT = ("run", "cell", "sketch", "layers", "widths", "dataset", "pixels", "package_version",
-        "torch_version")  # fmt: skip
-WHOLE = ("rate_index", "seed", "epochs", "batch_size", "train_rows", "validation_rows", "test_rows",
-         "version", "best_epoch", "diverged_epoch")  # fmt: skip
-REAL = ("learning_rate", "clip", "validation_accuracy", "test_accuracy", "best_test_accuracy",
-        "clipped_fraction", "wall_seconds")  # fmt: skip
-LISTS = ("ranks", "validation_curve", "test_curve", "loss_curve")
-COLUMNS = (*TEXT, *WHOLE, *REAL, *LISTS)
-TIMES = ("wall_seconds",)
-"""What differs between two executions of the same run."""
-
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of a study's rows, by kind."""
+
+    text: tuple[str, ...]
+    whole: tuple[str, ...]
+    real: tuple[str, ...]
+    lists: tuple[str, ...]
+    order: tuple[str, ...]
+    """By which rows are sorted."""
+    times: tuple[str, ...]
+    """What differs between two executions of the same run."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.text, *self.whole, *self.real, *self.lists)
+
+    def packed(self, row: Mapping[str, Any]) -> list[Any]:
+        return [json.dumps(row[n]) if n in self.lists else row[n] for n in self.columns]
+
+    def unpacked(self, row: Mapping[str, Any]) -> Row:
+        return {name: self._value(name, row[name]) for name in self.columns}
+
+    def _value(self, name: str, value: Any) -> Any:
+        if name in self.lists:
+            return json.loads(value)
+        kind = int if name in self.whole else float if name in self.real else str
+        return kind(value)
+
+    def sorted(self, rows: Iterable[Row]) -> list[Row]:
+        return sorted(rows, key=lambda row: tuple(row[name] for name in self.order))
 
 
 class Store:
     """One SQLite file, written by one process at a time; every ``add`` is one transaction."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, schema: Schema) -> None:
+        self.folder, self.schema = folder, schema
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(folder / f"{DATABASE}.lock")
             self.connection = sqlite3.connect(folder / DATABASE, PATIENCE, isolation_level=None)
             self.connection.execute("PRAGMA synchronous=FULL")
-            columns = ", ".join(f"{name} NOT NULL" for name in COLUMNS[1:])
+            columns = ", ".join(f"{name} NOT NULL" for name in schema.columns[1:])
             self.connection.execute(
                 f"CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, {columns})"
             )
-        self.folder = folder
 
     def add(self, rows: Sequence[Row]) -> None:
         """All of the rows or, if anything goes wrong, none."""
-        marks = ", ".join("?" * len(COLUMNS))
-        values = [[_packed(name, row[name]) for name in COLUMNS] for row in rows]
+        names = ", ".join(self.schema.columns)
+        marks = ", ".join("?" * len(self.schema.columns))
+        values = [self.schema.packed(row) for row in rows]
         with explained(self.folder):
             self.connection.execute("BEGIN IMMEDIATE")
             try:
-                self.connection.executemany(f"INSERT INTO runs VALUES ({marks})", values)
+                self.connection.executemany(f"INSERT INTO runs ({names}) VALUES ({marks})", values)
                 self.connection.execute("COMMIT")
             except BaseException:
                 with contextlib.suppress(sqlite3.OperationalError):  # a full disk rolls back itself
@@ -65,7 +89,7 @@ class Store:
 
     def rows(self) -> list[Row]:
         with explained(self.folder):
-            return _read_database(self.connection)
+            return _read_database(self.connection, self.schema)
 
     def close(self) -> None:
         self.connection.close()
@@ -78,7 +102,7 @@ class Store:
         self.close()
 
 
-def read_rows(folder: Path) -> list[Row]:
+def read_rows(folder: Path, schema: Schema) -> list[Row]:
     """All stored runs, from the database or, where only that was kept, from the table."""
     database, table = folder / DATABASE, folder / TABLE
     if database.is_file():
@@ -86,22 +110,20 @@ def read_rows(folder: Path) -> list[Row]:
             explained(folder),
             contextlib.closing(sqlite3.connect(database, PATIENCE)) as connection,
         ):
-            return _read_database(connection)
+            return _read_database(connection, schema)
     if not table.is_file():
         raise ExperimentError(f"{folder} holds no results: neither {DATABASE} nor {TABLE}")
     with table.open(newline="", encoding="utf-8") as file:
-        return [
-            {name: _unpacked(name, row[name]) for name in COLUMNS} for row in csv.DictReader(file)
-        ]
+        return [schema.unpacked(row) for row in csv.DictReader(file)]
 
 
-def write_table(rows: Sequence[Row], folder: Path) -> Path:
+def write_table(rows: Sequence[Row], folder: Path, schema: Schema) -> Path:
     """The rows as CSV, in a fixed order."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for row in sorted(rows, key=_order):
-        writer.writerow([_packed(name, row[name]) for name in COLUMNS])
+    writer.writerow(schema.columns)
+    for row in schema.sorted(rows):
+        writer.writerow(schema.packed(row))
     return write_file(folder / TABLE, text.getvalue().encode())
 
 
@@ -162,25 +184,7 @@ def _lock(path: Path) -> io.TextIOWrapper:
     return file
 
 
-def _read_database(connection: sqlite3.Connection) -> list[Row]:
-    found = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM runs").fetchall()
-    rows = [
-        {name: _unpacked(name, value) for name, value in zip(COLUMNS, values, strict=True)}
-        for values in found
-    ]
-    return sorted(rows, key=_order)
-
-
-def _order(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    names = ("widths", "epochs", "clip", "sketch", "layers", "cell", "seed", "rate_index")
-    return tuple(row[name] for name in names)
-
-
-def _packed(name: str, value: Any) -> Any:
-    return json.dumps(value) if name in LISTS else value
-
-
-def _unpacked(name: str, value: Any) -> Any:
-    if name in LISTS:
-        return json.loads(value)
-    return int(value) if name in WHOLE else float(value) if name in REAL else str(value)
+def _read_database(connection: sqlite3.Connection, schema: Schema) -> list[Row]:
+    found = connection.execute(f"SELECT {', '.join(schema.columns)} FROM runs").fetchall()
+    rows = (dict(zip(schema.columns, values, strict=True)) for values in found)
+    return schema.sorted(schema.unpacked(row) for row in rows)

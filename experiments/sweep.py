@@ -5,26 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .checkpoints import Checkpoints
 from .methods import EXACT, METHODS, PLACES, ExperimentError, Method, find_method, make_sketch
 
 PRESETS = Path(__file__).parent / "presets"
-PIXELS = {"unit": (0.0, 1.0), "normalised": (0.1307, 0.3081)}
-"""Mean and standard deviation that pixels in [0, 1] are shifted and scaled by."""
-PROTOCOL_VERSION = 1
-"""Part of every run's identity: to be raised when the code changes what a run would find."""
+"""A folder of TOML files for each study."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """All that decides a result but learning rate and seed."""
+@dataclass(frozen=True, kw_only=True)
+class Cell(ABC):
+    """All that decides a result but learning rate and seed; each study has its own."""
 
-    widths: tuple[int, ...]
     sketch: str
     layers: str
     epochs: int
@@ -33,18 +31,32 @@ class Cell:
     train_rows: int
     validation_rows: int
     test_rows: int
-    pixels: str
-    dataset: str = "mnist"
-    version: int = PROTOCOL_VERSION
 
     @cached_property
     def identity(self) -> str:
         return _hash(asdict(self))
 
+    @property
+    @abstractmethod
+    def network(self) -> str:
+        """The model in a few words."""
+
+    def learning_rate(self, index: int) -> float:
+        """Rates are counted in quarters of a decade, downwards."""
+        return float(10.0 ** (-0.25 * index))
+
+    @abstractmethod
+    def train(self, runs: Sequence[Run], checkpoints: Checkpoints | None) -> list[dict[str, Any]]:
+        """Trains runs of this cell; what was found for each, in the same order."""
+
+    @abstractmethod
+    def cost(self, runs: int) -> float:
+        """About how many seconds so many runs take together, on one core of a laptop."""
+
 
 @dataclass(frozen=True)
 class Run:
-    """One replica: a cell at one learning rate, 10^(-i/4), with one seed."""
+    """One replica: a cell at one learning rate, with one seed."""
 
     cell: Cell
     rate_index: int
@@ -52,7 +64,7 @@ class Run:
 
     @property
     def learning_rate(self) -> float:
-        return float(10.0 ** (-0.25 * self.rate_index))
+        return self.cell.learning_rate(self.rate_index)
 
     @cached_property
     def identity(self) -> str:
@@ -71,9 +83,11 @@ class Figure:
     name: str
     title: str
     lowest: float
-    """Where the paper's accuracy axis begins."""
+    """Where the accuracy axis begins, at the latest."""
     methods_of: str = ""
     clip: float | None = None
+    highest: float | None = 101
+    """Where it ends; ``None``: a little above the results."""
 
     @property
     def methods(self) -> list[Method]:
@@ -83,65 +97,51 @@ class Figure:
         return method.places if self.name.startswith("location") else PLACES[:1]
 
 
-FIGURES = {
-    figure.name: figure
-    for figure in (
-        Figure("1a", "Exact against independent sampling", 75),
-        Figure("1b", "Uniform masks against data-dependent sketches", 28),
-        Figure("2a", "Simple proxies", 70),
-        Figure("2b", "Spectral against coordinate methods", 77),
-        Figure("2b-no-clip", "Spectral against coordinate methods, no clipping", 77, "2b", 0.0),
-        Figure("location-masks", "Location of the noise: masks", 30),
-        Figure("location-coordinate", "Location of the noise: coordinate sketches", 77),
-        Figure("location-spectral", "Location of the noise: spectral sketches", 90),
-    )
-}
-
-
-def figures_named(name: str, no_clip: bool = False) -> list[str]:
-    """``location`` is three panels, ``all`` is everything."""
-    if no_clip:
-        if name not in ("2b", "all"):
-            raise ExperimentError(f"--no-clip goes with --figure 2b, not {name}")
-        return ["2b-no-clip"] if name == "2b" else list(FIGURES)
-    if name == "all":
-        return list(FIGURES)
-    if name == "location":
-        return [f for f in FIGURES if f.startswith("location-")]
-    return [name]
-
-
 @dataclass(frozen=True)
-class Protocol:
-    """How one part of a sweep trains; every key of the TOML's ``[protocol]``."""
+class Protocol(ABC):
+    """How one part of a sweep trains; every key of the TOML's ``[protocol]``.
 
-    widths: tuple[int, ...] = (784, 64, 64, 10)
+    Each study adds its own keys and says which cell they make.
+    """
+
     epochs: int = 50
     batch_size: int = 128
     clip: float = 1.0
     train_rows: int = 0
     validation_rows: int = 5000
     test_rows: int = 0
-    pixels: str = "unit"
     learning_rates: tuple[int, ...] = tuple(range(13))
     seeds: tuple[int, ...] = (0, 1, 2)
     budgets: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5)
     widen: int = 2
-    stack: int = 20
+    stack: int = 1
+    checkpoint_seconds: float = 60.0
 
+    @abstractmethod
     def cell(self, method: Method, budget: float, place: str) -> Cell:
-        return Cell(
-            widths=self.widths,
-            sketch=method.expression(budget),
-            layers=method.layers(place) if method.sketch else "all",
-            epochs=self.epochs,
-            batch_size=self.batch_size,
-            clip=float(self.clip),
-            train_rows=self.train_rows,
-            validation_rows=self.validation_rows,
-            test_rows=self.test_rows,
-            pixels=self.pixels,
-        )
+        """What is trained for a point of a series."""
+
+    def problem(self) -> str:
+        """What is wrong with the values; empty if nothing is."""
+        for name in ("seeds", "learning_rates", "budgets"):
+            if not getattr(self, name):
+                return f"{name} is empty; give at least one"
+        if min(self.epochs, self.batch_size, self.stack, self.validation_rows) < 1:
+            return "epochs, batch_size, stack and validation_rows must be at least 1"
+        return ""
+
+    def shared(self, method: Method, budget: float, place: str) -> dict[str, Any]:
+        """The part of a cell that all studies have."""
+        return {
+            "sketch": method.expression(budget),
+            "layers": method.layers(place) if method.sketch else PLACES[0],
+            "epochs": self.epochs,
+            "batch_size": self.batch_size,
+            "clip": float(self.clip),
+            "train_rows": self.train_rows,
+            "validation_rows": self.validation_rows,
+            "test_rows": self.test_rows,
+        }
 
 
 @dataclass(frozen=True)
@@ -164,14 +164,14 @@ class Sweep:
 
     name: str
     protocol: Protocol
-    figures: tuple[str, ...]
+    figures: Mapping[str, Figure]
     """The figures that this sweep can make."""
     extras: tuple[Point, ...]
     """Points that belong to no figure: deeper networks, longer training."""
 
     def points(self, figure: str) -> list[Point]:
         """All points of a figure, in the order of its series."""
-        spec = FIGURES[figure]
+        spec = self.figures[figure]
         own = self.protocol if spec.clip is None else replace(self.protocol, clip=spec.clip)
         return [
             point
@@ -192,25 +192,26 @@ def _series(method: Method, place: str, protocol: Protocol) -> Iterator[Point]:
     return (Point(method.name, place, budget, protocol) for budget in budgets)
 
 
-def load_sweep(preset: str) -> Sweep:
-    """A preset by name, or any TOML file by path."""
-    path = Path(preset) if preset.endswith(".toml") else PRESETS / f"{preset}.toml"
+def load_sweep(preset: str, study: str, defaults: Protocol, figures: Mapping[str, Figure]) -> Sweep:
+    """A preset of a study by name, or any TOML file by path."""
+    folder = PRESETS / study
+    path = Path(preset) if preset.endswith(".toml") else folder / f"{preset}.toml"
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
+        known = ", ".join(sorted(p.stem for p in folder.glob("*.toml")))
         raise ExperimentError(f"no sweep {preset!r}; use one of {known}, or a path to a .toml file")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ExperimentError(f"{path} is not valid TOML: {error}") from None
     _only(content, ("protocol", "figures", "extra"), str(path))
-    protocol = _protocol(Protocol(), content.get("protocol", {}), f"{path} [protocol]")
-    figures = tuple(content.get("figures", FIGURES))
-    for name in figures:
-        if name not in FIGURES:
-            raise ExperimentError(f"{path}: figure {name!r} is unknown; use {', '.join(FIGURES)}")
+    protocol = _protocol(defaults, content.get("protocol", {}), f"{path} [protocol]")
+    names = tuple(content.get("figures", figures))
+    for name in names:
+        if name not in figures:
+            raise ExperimentError(f"{path}: figure {name!r} is unknown; use {', '.join(figures)}")
     extras = [p for part in content.get("extra", ()) for p in _extra(protocol, part, str(path))]
-    sweep = Sweep(path.stem, protocol, figures, tuple(extras))
-    for point in sweep.select(figures, extras=True):
+    sweep = Sweep(path.stem, protocol, {name: figures[name] for name in names}, tuple(extras))
+    for point in sweep.select(names, extras=True):
         make_sketch(point.cell.sketch)  # a wrong budget or expression shows before hours of work
     return sweep
 
@@ -224,7 +225,7 @@ def _extra(protocol: Protocol, part: Mapping[str, Any], path: str) -> Iterator[P
 
 
 def _protocol(base: Protocol, settings: Mapping[str, Any], where: str) -> Protocol:
-    known: dict[str, Any] = {field.name: type(field.default) for field in fields(Protocol)}
+    known: dict[str, Any] = {field.name: type(getattr(base, field.name)) for field in fields(base)}
     _only(settings, known, where)
     values: dict[str, Any] = {}
     for name, value in settings.items():
@@ -234,15 +235,9 @@ def _protocol(base: Protocol, settings: Mapping[str, Any], where: str) -> Protoc
             raise ExperimentError(f"{where}: {name} = {value!r} must be {_KINDS[kind]}")
         values[name] = kind(value)
     made = replace(base, **values)
-    for name in ("seeds", "learning_rates", "budgets"):
-        if not getattr(made, name):
-            raise ExperimentError(f"{where}: {name} is empty; give at least one")
-    if made.pixels not in PIXELS:
-        raise ExperimentError(f"{where}: pixels = {made.pixels!r}; use {' or '.join(PIXELS)}")
-    if min(made.epochs, made.batch_size, made.stack, made.validation_rows) < 1:
-        raise ExperimentError(
-            f"{where}: epochs, batch_size, stack and validation_rows must be at least 1"
-        )
+    problem = made.problem()
+    if problem:
+        raise ExperimentError(f"{where}: {problem}")
     return made
 
 

@@ -16,8 +16,9 @@ import pytest
 
 from experiments import mnist
 from experiments.__main__ import main
-from experiments.store import DATABASE, TABLE, TIMES, read_rows
-from experiments.sweep import FIGURES, load_sweep
+from experiments.mnist_study import FIGURES, MNIST
+from experiments.store import DATABASE, TABLE
+from experiments.store import read_rows as read_any
 from sketchprop import data
 from sketchprop.data import digits, files
 
@@ -62,8 +63,14 @@ def tiny(tmp_path):
     return str(path)
 
 
+def read_rows(folder):
+    return read_any(folder, MNIST.schema)
+
+
 def rows_without_time(folder):
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_rows(folder)]
+    return [
+        {k: v for k, v in row.items() if k not in MNIST.schema.times} for row in read_rows(folder)
+    ]
 
 
 @pytest.mark.usefixtures("real_data")
@@ -104,7 +111,7 @@ def test_one_figure_and_its_variant_without_clipping(tmp_path, tiny, capsys):
     sweep.write_text(TINY.replace("[]", '["2b", "2b-no-clip"]').replace("[0, 1]", "[0]"))
     command = ["mnist", "--preset", tiny, "--figure", "2b", "--out", str(out), "--workers", "0"]
     assert main([*command, "--plan"]) == 0
-    cells = len(load_sweep(tiny).points("2b"))  # two rates and one seed each
+    cells = len(MNIST.load(tiny).points("2b"))  # two rates and one seed each
     assert f"{2 * cells} runs in {cells} stacks are missing" in capsys.readouterr().out
     assert main([*command, "--no-clip", "--quiet"]) == 0
     assert (out / "figure-2b-no-clip.svg").is_file()

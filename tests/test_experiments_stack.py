@@ -10,7 +10,8 @@ from torch import nn
 import sketchprop as sp
 from experiments import mnist
 from experiments.methods import METHODS
-from experiments.sweep import Protocol, Run
+from experiments.mnist_study import MnistProtocol as Protocol
+from experiments.sweep import Run
 from sketchprop.sampling import systematic
 
 WIDTHS = (784, 24, 16, 10)

@@ -12,30 +12,35 @@ import pytest
 from experiments import store as stored
 from experiments.engine import Progress, Task, missing_tasks, run_sweep
 from experiments.methods import ExperimentError
-from experiments.store import COLUMNS, LISTS, REAL, WHOLE, Store, read_rows, write_file, write_table
-from experiments.sweep import Point, Protocol
+from experiments.mnist_study import MNIST
+from experiments.mnist_study import MnistProtocol as Protocol
+from experiments.store import Store, read_rows, write_file, write_table
+from experiments.sweep import Point
+
+SCHEMA = MNIST.schema
 
 
 def row(name, **changes):
-    made = {c: 0.25 if c in REAL else 3 if c in WHOLE else "text" for c in COLUMNS}
-    made |= {c: [1.5, None] for c in LISTS}
+    kinds = dict.fromkeys(SCHEMA.real, 0.25) | dict.fromkeys(SCHEMA.whole, 3)
+    made = {name: kinds.get(name, "text") for name in SCHEMA.columns}
+    made |= {name: [1.5, None] for name in SCHEMA.lists}
     return made | {"run": name} | changes
 
 
 def test_rows_come_back_as_they_were(tmp_path):
     rows = [row("b", learning_rate=10**-0.25, seed=1), row("a", clip=0.1 + 0.2, seed=0)]
-    with Store(tmp_path) as store:
+    with Store(tmp_path, SCHEMA) as store:
         store.add(rows)
         assert store.rows() == [rows[1], rows[0]] or store.rows() == rows
-        assert read_rows(tmp_path) == store.rows()
-        write_table(store.rows(), tmp_path)
+        assert read_rows(tmp_path, SCHEMA) == store.rows()
+        write_table(store.rows(), tmp_path, SCHEMA)
         expected = store.rows()
     (tmp_path / stored.DATABASE).unlink()
-    assert read_rows(tmp_path) == expected
+    assert read_rows(tmp_path, SCHEMA) == expected
 
 
 def test_no_run_twice_and_no_part_of_a_stack(tmp_path):
-    with Store(tmp_path) as store:
+    with Store(tmp_path, SCHEMA) as store:
         store.add([row("a")])
         with pytest.raises(ExperimentError, match=r"UNIQUE.*runs\.run"):
             store.add([row("b"), row("a")])
@@ -43,12 +48,12 @@ def test_no_run_twice_and_no_part_of_a_stack(tmp_path):
             store.add([row("c"), {"run": "d"}])
         assert [r["run"] for r in store.rows()] == ["a"]
         store.add([row("b")])
-    assert {r["run"] for r in read_rows(tmp_path)} == {"a", "b"}
+    assert {r["run"] for r in read_rows(tmp_path, SCHEMA)} == {"a", "b"}
 
 
 def test_a_full_disk_stores_nothing_of_the_stack_and_the_sweep_can_go_on(tmp_path):
     """SQLite's own limit of pages gives the same error as a disk without space."""
-    with Store(tmp_path) as store:
+    with Store(tmp_path, SCHEMA) as store:
         store.add([row("a")])
         pages = store.connection.execute("PRAGMA page_count").fetchone()[0]
         store.connection.execute(f"PRAGMA max_page_count={pages + 2}")
@@ -62,7 +67,7 @@ def test_a_full_disk_stores_nothing_of_the_stack_and_the_sweep_can_go_on(tmp_pat
 
 
 def test_a_full_disk_leaves_the_old_table(tmp_path, monkeypatch):
-    write_table([row("a")], tmp_path)
+    write_table([row("a")], tmp_path, SCHEMA)
     before = (tmp_path / stored.TABLE).read_bytes()
 
     def full(_):
@@ -70,7 +75,7 @@ def test_a_full_disk_leaves_the_old_table(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stored.os, "fsync", full)
     with pytest.raises(ExperimentError, match="no space left"):
-        write_table([row("a"), row("b")], tmp_path)
+        write_table([row("a"), row("b")], tmp_path, SCHEMA)
     assert (tmp_path / stored.TABLE).read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [stored.TABLE]
 
@@ -78,31 +83,32 @@ def test_a_full_disk_leaves_the_old_table(tmp_path, monkeypatch):
 def test_a_file_that_is_no_database(tmp_path):
     (tmp_path / stored.DATABASE).write_bytes(b"half a file" * 100)
     with pytest.raises(ExperimentError, match=r"cannot be used .*move it away"):
-        Store(tmp_path)
+        Store(tmp_path, SCHEMA)
     with pytest.raises(ExperimentError, match=r"cannot be used .*move it away"):
-        read_rows(tmp_path)
+        read_rows(tmp_path, SCHEMA)
 
 
 def test_no_results(tmp_path):
     with pytest.raises(ExperimentError, match="holds no results"):
-        read_rows(tmp_path)
+        read_rows(tmp_path, SCHEMA)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ExperimentError, match="file"):
-        Store(tmp_path / "file" / "below")
+        Store(tmp_path / "file" / "below", SCHEMA)
 
 
 def test_two_sweeps_do_not_write_to_one_store(tmp_path):
     code = (
         "import sys; from pathlib import Path; from experiments.store import Store\n"
         "from experiments.methods import ExperimentError\n"
-        "try:\n    Store(Path(sys.argv[1]))\nexcept ExperimentError as e:\n    print(e)"
+        "from experiments.mnist_study import SCHEMA\n"
+        "try:\n    Store(Path(sys.argv[1]), SCHEMA)\nexcept ExperimentError as e:\n    print(e)"
     )
     root = Path(stored.__file__).parents[1]
     command = [sys.executable, "-c", code, str(tmp_path)]
-    with Store(tmp_path):
+    with Store(tmp_path, SCHEMA):
         taken = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
         assert "another sweep is writing" in taken.stdout
     free = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
@@ -133,7 +139,7 @@ def test_a_sweep_trains_what_is_missing_widens_and_stops(tmp_path):
             seen.append(len(task.runs))
             yield task, [fake(run, 50.0 - abs(run.rate_index - 2)) for run in task.runs]
 
-    with Store(tmp_path) as store:
+    with Store(tmp_path, SCHEMA) as store:
         assert run_sweep(points(), store, engine, 1) == 18
         assert sorted(seen) == [2, 2, 3, 3, 4, 4]  # two stacks each, then one more rate each
         assert run_sweep(points(), store, engine, 1) == 0
@@ -144,7 +150,7 @@ def test_an_engine_that_fails_leaves_what_was_done(tmp_path):
         yield tasks[0], [fake(run, 50.0) for run in tasks[0].runs]
         raise RuntimeError("lost")
 
-    with Store(tmp_path) as store:
+    with Store(tmp_path, SCHEMA) as store:
         with pytest.raises(RuntimeError, match="lost"):
             run_sweep(points(), store, engine, 1)
         assert len(store.rows()) == 4
@@ -168,8 +174,8 @@ def test_longest_stacks_come_first_and_progress_names_the_time_left(capsys):
 
 
 def test_reading_while_a_sweep_writes(tmp_path):
-    with Store(tmp_path) as store:
+    with Store(tmp_path, SCHEMA) as store:
         store.add([row("a")])
-        assert len(read_rows(tmp_path)) == 1
+        assert len(read_rows(tmp_path, SCHEMA)) == 1
     with sqlite3.connect(tmp_path / stored.DATABASE) as connection:
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (1,)

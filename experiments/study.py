@@ -1,0 +1,36 @@
+"""A study: what is trained, what is stored of it, what is drawn and what is claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .claims import Claim
+from .selection import Summary
+from .store import Row, Schema
+from .sweep import Figure, Protocol, Sweep, load_sweep
+
+
+@dataclass(frozen=True)
+class Study:
+    """All that differs between two studies on one engine, store, figures and page."""
+
+    name: str
+    """Also the folder of its presets."""
+    title: str
+    defaults: Protocol
+    figures: Mapping[str, Figure]
+    schema: Schema
+    claims: tuple[Claim, ...]
+    told: Callable[[Protocol], Sequence[str]]
+    """How it was trained, in paragraphs for the page."""
+    describe: Callable[[Protocol], str]
+    """The same in a line, for figures."""
+    more: Callable[[Mapping[str, Sequence[Summary]], Sequence[Row]], Sequence[str]]
+    """Further parts of the page, from the figures' points and all rows."""
+    no_claims: frozenset[str] = frozenset()
+    """Figures whose points take no part in claims."""
+
+    def load(self, preset: str) -> Sweep:
+        """A preset by name, or any TOML file by path."""
+        return load_sweep(preset, self.name, self.defaults, self.figures)
