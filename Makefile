@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs format clean
+.PHONY: help demo test lint docs dist format clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -33,6 +33,10 @@ lint: $(READY) ## ruff, mypy, import order
 docs: $(READY) ## the documentation site, in docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
+
+dist: $(READY) ## wheel and sdist, in dist/; the wheel is built from the sdist
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
 
 format: $(READY) ## format the code
 	$(BIN)/ruff check --fix

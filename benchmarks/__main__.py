@@ -1,4 +1,4 @@
-"""python -m benchmarks linear | conv | model | memory | page
+"""python -m benchmarks linear | conv | model | memory | peak | import | page
 
 Times exact and sketched work in turns, in random order, in one process, and reports the median of
 the ratios within a round, with quartiles. Both sides run under the same allocator settings; by
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from . import layers, models
+from . import imports, layers, models, peak
 from .page import write_page
 from .results import FOLDER, Line, plot, save, show
 from .timing import restart_pinned
@@ -26,7 +26,7 @@ def main() -> None:
     if args.command == "page":
         print(f"page: {write_page()}")  # noqa: T201
         return
-    if args.command != "memory":
+    if args.command not in ("memory", "peak", "import"):
         restart_pinned(args.allocator)
     torch.set_num_threads(args.threads)
     command = "python -m benchmarks " + shlex.join(sys.argv[1:])
@@ -46,6 +46,14 @@ def main() -> None:
     elif args.command == "model":
         names = [n for n in models.MODELS if args.only.lower() in n.lower()]
         lines = list(models.models(names, args.budgets, args.seconds, args.compile))
+    elif args.command == "import":
+        rows = imports.imports(args.seconds)
+        extras = {"rows": rows, "target": f"{imports.TARGET_SECONDS:g} s added"}
+        _show_rows("Time of an import in a fresh process", rows)
+    elif args.command == "peak":
+        names = [n for n in peak.MODELS if args.only.lower() in n.lower()]
+        found, shares = peak.peaks(names, args.small)
+        extras = {"rows": found, "shares": shares}
     else:
         names = [n for n in models.MODELS if args.only.lower() in n.lower()]
         rows = models.memory(names, args.budgets[0], args.seconds, args.threads)
@@ -53,7 +61,8 @@ def main() -> None:
         _show_memory(rows)
     if lines:
         show(title, lines, extras)
-    save(output, command, args.allocator, lines, extras)
+    allocator = "default" if args.command == "import" else args.allocator
+    save(output, command, allocator, lines, extras)
     print(f"results: {output}")  # noqa: T201
     if lines and (args.plot or args.command == "linear"):
         picture = args.plot or output.with_suffix(".png")
@@ -72,6 +81,18 @@ def _show_memory(rows: list[dict[str, object]]) -> None:
         figures = [f"{row[k]:.4g}" for k in ("exact_ms", "sketched_ms", "ratio")]
         counts = [f"{row[k]:,.0f}" for k in ("page_faults", "peak_mb")]
         table.add_row(str(row["model"]), str(row["allocator"]), *figures, *counts)
+    Console(width=None if Console().is_terminal else 120).print(table)
+
+
+def _show_rows(title: str, rows: list[dict[str, object]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for row in rows:
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
     Console(width=None if Console().is_terminal else 120).print(table)
 
 
@@ -112,6 +133,10 @@ def _parser() -> argparse.ArgumentParser:
         model.add_argument("--budgets", type=float, nargs="+", default=[0.1])
         if name == "model":
             model.add_argument("--compile", action="store_true", help="compiled steps too")
+    most = commands.add_parser("peak", parents=[common], help="peak memory and largest batch")
+    most.add_argument("--only", default="", help="models whose name contains this")
+    most.add_argument("--small", action="store_true", help="with a sixteenth of the batch")
+    commands.add_parser("import", parents=[common], help="what importing sketchprop adds")
     commands.add_parser("page", help="docs/results/speed.md from the stored results")
     return parser
 

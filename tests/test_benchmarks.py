@@ -32,6 +32,7 @@ def run(tmp_path, *arguments):
         ("conv", "--batch", "2", "--channels", "8", "16", "--size", "4"),
         ("model", "--only", "784-64"),
         ("memory", "--only", "784-64"),
+        ("import",),
     ],
 )
 def test_a_benchmark_runs(tmp_path, arguments):
@@ -41,6 +42,11 @@ def test_a_benchmark_runs(tmp_path, arguments):
     if arguments[0] == "memory":
         assert {row["allocator"] for row in result["rows"]} >= {"default", "keep_pages"}
         assert all(row["ratio"] > 0 for row in result["rows"])
+        return
+    if arguments[0] == "import":
+        cases = {row["case"]: row for row in result["rows"]}
+        assert all(row["low_ms"] > 0 for name, row in cases.items() if "added" not in name)
+        assert cases["the statement alone"]["third-party modules"] == "none"
         return
     assert result["machine"]["allocator_settings"]["MALLOC_MMAP_MAX_"] == "0"
     assert result["lines"]
