@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from sketchprop.data import DataError
 
+from . import rcs_study
 from .cifar_study import STUDIES
 from .command import add_options, run_study
 from .methods import ExperimentError
@@ -51,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     cifar.add_argument("--model", required=True, choices=sorted(STUDIES), help="what is trained")
     add_options(cifar, "cifar-MODEL", ("cifar", "all"))
     cifar.set_defaults(run=_cifar)
+    rcs = commands.add_parser("rcs", help="is the bias of dW why RCS does not dominate?")
+    add_options(rcs, "rcs", ("rcs", "all"))
+    rcs.set_defaults(run=rcs_study.run)
     add_commands(commands)
     return parser
 

@@ -70,6 +70,7 @@ def _page(
 ) -> str:
     parts = [
         f"# {study.title}: preset `{sweep.name}`",
+        *study.opening(found, rows),
         *study.told(sweep.protocol),
         _stored_text(rows),
     ]

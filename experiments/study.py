@@ -10,6 +10,12 @@ from .selection import Summary
 from .store import Row, Schema
 from .sweep import Figure, Protocol, Sweep, load_sweep
 
+Parts = Callable[[Mapping[str, Sequence[Summary]], Sequence[Row]], Sequence[str]]
+
+
+def nothing(found: Mapping[str, Sequence[Summary]], rows: Sequence[Row]) -> Sequence[str]:
+    return ()
+
 
 @dataclass(frozen=True)
 class Study:
@@ -26,8 +32,10 @@ class Study:
     """How it was trained, in paragraphs for the page."""
     describe: Callable[[Protocol], str]
     """The same in a line, for figures."""
-    more: Callable[[Mapping[str, Sequence[Summary]], Sequence[Row]], Sequence[str]]
-    """Further parts of the page, from the figures' points and all rows."""
+    opening: Parts = nothing
+    """What the page says first, from the figures' points and all rows."""
+    more: Parts = nothing
+    """What it says last."""
     no_claims: frozenset[str] = frozenset()
     """Figures whose points take no part in claims."""
 

@@ -127,7 +127,7 @@ def train(
             trainer.start()
         else:
             trainer.load_state(state)
-        while trainer.epoch < recipe.epochs:
+        while trainer.steps < trainer.total:
             trainer.step()
             if checkpoint:
                 checkpoint.offer(trainer.state)
@@ -157,7 +157,8 @@ class Trainer:
         self.optimizer = recipe.make(model)
         self.order = torch.Generator().manual_seed(seed_of("order", seed))
         self.crops = torch.Generator().manual_seed(seed_of("crops", seed))
-        self.epoch = self.step_in_epoch = self.clipped = self.diverged = 0
+        self.steps = self.clipped = self.diverged = 0
+        self.total = recipe.epochs * self.steps_per_epoch
         self.permutation = torch.empty(0, dtype=torch.int64)
         self.loss = torch.zeros((), device=device)
         self.flops = 0.0
@@ -170,23 +171,33 @@ class Trainer:
         """What a new run does once: counts a step, and seeds the draws."""
         began = time.perf_counter()
         torch.manual_seed(seed_of("counting", self.seed))
-        batch = self._batch(torch.arange(self.recipe.batch_size), None)
         self.model.train()
-        report = measure_flops(self.model, _loss, batch)
+        report = measure_flops(self.model, _loss, self.first_batch())
         self.flops = report.forward + report.sketched_backward
         self.model.zero_grad()
         torch.manual_seed(seed_of("draws", self.seed))
         self.wall += time.perf_counter() - began
 
+    def first_batch(self) -> tuple[Tensor, Tensor]:
+        """The first pictures as they are: for meters."""
+        return self._batch(torch.arange(self.recipe.batch_size), None)
+
     def step(self) -> None:
         """One step; with the last of an epoch, the evaluation."""
+        lost = self.train_step()
+        if lost or self.steps % self.steps_per_epoch == 0:
+            self._end_epoch(lost)
+
+    def train_step(self) -> bool:
+        """One step alone; whether the run is lost."""
         began = time.perf_counter()
-        if self.step_in_epoch == 0:
+        at = self.steps % self.steps_per_epoch
+        if at == 0:
             self.permutation = torch.randperm(len(self.data.train.labels), generator=self.order)
             self.model.train()
-        B, at = self.recipe.batch_size, self.step_in_epoch
+        B = self.recipe.batch_size
         batch = self._batch(self.permutation[at * B : (at + 1) * B], self.crops)
-        rate = self.recipe.rate(self.epoch * self.steps_per_epoch + at, self.steps_per_epoch)
+        rate = self.recipe.rate(self.steps, self.steps_per_epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = _loss(self.model, batch)
@@ -197,14 +208,13 @@ class Trainer:
             self.clipped += int(norm > self.recipe.clip)
         self.optimizer.step()
         self.loss += loss.detach()
-        self.step_in_epoch += 1
-        last = self.step_in_epoch == self.steps_per_epoch
+        self.steps += 1
+        last = self.steps % self.steps_per_epoch == 0
         lost = (last or at % _LOOK_EVERY == 0) and not self._finite(last)
         spent = time.perf_counter() - began
         self.seconds += spent
         self.wall += spent
-        if last or lost:
-            self._end_epoch(lost)
+        return lost
 
     def _finite(self, thoroughly: bool) -> bool:
         if not bool(self.loss.isfinite()):
@@ -214,20 +224,19 @@ class Trainer:
     def _end_epoch(self, lost: bool) -> None:
         began = time.perf_counter()
         if lost:
-            self.diverged = self.epoch + 1
-            rest = self.recipe.epochs - self.epoch
+            epoch = len(self.curves["loss"])
+            self.diverged, rest = epoch + 1, self.recipe.epochs - epoch
             for name, value in (("validation", 0.0), ("test", 0.0), ("loss", None)):
                 self.curves[name] += [value] * rest
             self.curves["seconds"] += [self.seconds] + [0.0] * (rest - 1)
-            self.epoch = self.recipe.epochs
+            self.steps = self.total
         else:
             self.curves["validation"].append(self.accuracy(self.data.validation))
             self.curves["test"].append(self.accuracy(self.data.test))
             self.curves["loss"].append(float(self.loss) / self.steps_per_epoch)
             self.curves["seconds"].append(self.seconds)
-            self.epoch += 1
         self.loss.zero_()
-        self.step_in_epoch, self.seconds = 0, 0.0
+        self.seconds = 0.0
         self.wall += time.perf_counter() - began
 
     def accuracy(self, split: Split) -> float:
@@ -286,14 +295,13 @@ class Trainer:
         return self.device.type == "cuda"
 
     def found(self) -> dict[str, Any]:
-        steps = self.recipe.epochs * self.steps_per_epoch
         digits = {"validation": 4, "test": 4, "loss": 6, "seconds": 4}
         return {
             **{
                 f"{name}_curve": [v if v is None else round(v, digits[name]) for v in values]
                 for name, values in self.curves.items()
             },
-            "clipped_fraction": round(self.clipped / steps, 6),
+            "clipped_fraction": round(self.clipped / self.total, 6),
             "diverged_epoch": self.diverged,
             "steps_per_epoch": self.steps_per_epoch,
             "flops_step": self.flops,
@@ -301,9 +309,7 @@ class Trainer:
         }
 
 
-_NUMBERS = (
-    "epoch", "step_in_epoch", "clipped", "diverged", "flops", "seconds", "wall",
-)  # fmt: skip
+_NUMBERS = ("steps", "clipped", "diverged", "flops", "seconds", "wall")
 
 
 def cropped(padded: Tensor, index: Tensor, generator: torch.Generator) -> Tensor:
