@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+import imagesize
+from docutils import nodes
 
 import sketchprop
 
@@ -31,12 +35,16 @@ suppress_warnings = ["toc.empty_glob"]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_mock_imports = ["lightning", "pytorch_lightning", "transformers"]
-python_maximum_signature_line_length = 72
+python_maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 add_module_names = False
 smartquotes = False
 highlight_language = "none"
 
+SHORT_CELL = 20
+"""Characters; numbers with their errors and shapes of layers are shorter."""
+
+pygments_dark_style = "github-dark"
 html_theme = "furo"
 html_title = "sketchprop"
 html_static_path = ["_static"]
@@ -61,5 +69,19 @@ def _code_blocks(app, what, name, obj, options, lines):  # type: ignore[no-untyp
     lines[:] = out
 
 
+def _mark_shapes(app, doctree):  # type: ignore[no-untyped-def]
+    """Classes for the style sheet: cells that must not wrap, pictures too wide for a phone."""
+    for cell in doctree.findall(nodes.entry):
+        if len(cell.astext()) <= SHORT_CELL:
+            cell["classes"].append("short")
+    for image in doctree.findall(nodes.image):
+        path = Path(app.srcdir) / image["uri"]
+        width, height = imagesize.get(path) if path.is_file() else (-1, -1)
+        if width > 2 * height > 0:
+            image["classes"].append("wide")
+            image.parent["classes"].append("holds-wide")
+
+
 def setup(app):  # type: ignore[no-untyped-def]
     app.connect("autodoc-process-docstring", _code_blocks)
+    app.connect("doctree-read", _mark_shapes)
