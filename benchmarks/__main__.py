@@ -61,7 +61,7 @@ def main() -> None:
         _show_memory(rows)
     if lines:
         show(title, lines, extras)
-    allocator = "default" if args.command == "import" else args.allocator
+    allocator = "default" if args.command in ("import", "peak") else args.allocator
     save(output, command, allocator, lines, extras)
     print(f"results: {output}")  # noqa: T201
     if lines and (args.plot or args.command == "linear"):

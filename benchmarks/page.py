@@ -1,4 +1,4 @@
-"""docs/results/speed.md from the stored results: python -m benchmarks page"""
+"""docs/results/speed.md and memory.md from the stored results: python -m benchmarks page"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from . import peak
 from .results import FOLDER
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "speed.md"
@@ -32,6 +33,10 @@ def write_page() -> Path:
     for path in sorted(FOLDER.glob("*.json")):
         stored = json.loads(path.read_text(encoding="utf-8"))
         if not str(stored.get("command", "")).startswith("python -m benchmarks "):
+            continue
+        if path.stem.startswith("peak"):
+            memory = PAGE.with_name("memory.md")
+            memory.write_text(peak.page(stored), encoding="utf-8")
             continue
         parts.append(_section(path, stored))
     PAGE.parent.mkdir(parents=True, exist_ok=True)
