@@ -1,0 +1,47 @@
+"""Peak memory: what is measured, and how the largest batch is found."""
+
+import pytest
+
+from benchmarks import peak
+
+
+@pytest.mark.parametrize("fixed", [0, 3000])
+@pytest.mark.parametrize("each", [10, 33, 250])
+def test_the_largest_batch_is_the_last_that_fits(fixed, each):
+    calls = []
+
+    def measured(batch):
+        calls.append(batch)
+        return fixed + each * batch
+
+    found = peak.largest_batch(measured, 16000, 64, measured(64))
+    grain = 64 // peak.GRAIN
+    assert found % grain == 0
+    assert measured(found) <= 16000 < measured(found + grain) or found == grain
+    assert len(calls) <= 9
+
+
+@pytest.mark.parametrize("name", peak.MODELS)
+def test_linear_inputs_fall_to_the_budget(name):
+    shares = peak.saved_shares(name, 64)
+    assert 0.9 * peak.BUDGET < shares["linear inputs"] <= 1.1 * peak.BUDGET
+    # A ReLU keeps its own output: there the rows come on top.
+    assert (shares["all saved"] > 1) == ("ReLU" in name)
+
+
+def test_ten_percent_of_the_samples_need_less_memory_in_a_fresh_process():
+    pytest.importorskip("resource")
+    name = "MLP 784-1024-1024-1024-10, GELU"
+    exact, few = (peak.in_fresh_process(name, m, 1024) for m in ("exact", "sampled_backward"))
+    assert 5e6 < few < 0.8 * exact
+
+
+def test_the_page_shows_what_was_stored():
+    row = {"model": "m", "method": "exact", "batch": 8, "peak MB": 1.25, "of exact": 1.0,
+           "largest batch": 8, "times": 1.0}  # fmt: skip
+    shares = [{"model": "m", "linear inputs": 0.2, "all saved": 0.7}]
+    machine = {"cpu": "c", "torch": "t"}
+    content = {"command": "python -m benchmarks peak", "machine": machine, "rows": [row]}
+    page = peak.page({**content, "shares": shares})
+    assert "| m | exact | 8 | 1.2 | 1.00 | 8 | 1.00 |" in page
+    assert "| m | **0.200** | 0.11 | 0.700 |" in page
