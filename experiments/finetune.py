@@ -45,11 +45,11 @@ MEASURED = ("tokens", "tokens-input", "samples-one", "sampled")
 TOP = 0.1
 PRESETS = {
     "smoke": Contest(WAYS[:1] + WAYS[3:4] + WAYS[7:8], (1e-3, 2e-3), (0, 1), 6, 2, 1),
-    "cpu": Contest(WAYS, (2e-4, 5e-4, 1.2e-3), (0, 1, 2), 400, 8, 3),
+    "cpu": Contest(WAYS, (2e-4, 5e-4, 1.2e-3), (0, 1, 2), 240, 6, 2),
 }
-FIRST_STEPS = {"smoke": 8, "cpu": 2000}
+FIRST_STEPS = {"smoke": 8, "cpu": 1500}
 FIRST_RATE = 1e-3
-NOISE = {"smoke": (4, 2, 3), "cpu": (24, 6, 10)}
+NOISE = {"smoke": (4, 2, 3), "cpu": (16, 4, 8)}
 """Batches for σ², batches for V, draws for each."""
 
 

@@ -85,7 +85,7 @@ def wide_mlp(small: bool) -> Task:
 def small_vit(small: bool) -> Task:
     """Dimension 96, depth 4, on CIFAR-10, batch 128."""
     train, test = data.cifar10(train=True), data.cifar10(train=False)
-    sizes = (256, 100, 100) if small else (20000, 1000, 3000)
+    sizes = (256, 100, 100) if small else (20000, 1000, 2000)
     end = sizes[0] + sizes[1]
     return Task(
         name="vit",
@@ -192,7 +192,7 @@ def packages(small: bool, trained: dict[str, Tensor]) -> Task:
     x, y = _labelled([part[0] for part in parts])
     held_x, held_y = _labelled([part[1] for part in parts])
     order = torch.randperm(len(held_y), generator=mnist.generator("held", 1))
-    first, second = (50, 100) if small else (1000, 4000)
+    first, second = (50, 100) if small else (1000, 2000)
     chosen, tested = order[:first], order[first : first + second]
 
     def model() -> nn.Module:
