@@ -5,8 +5,8 @@
     python examples/finetune_trainer.py --smoke                 seconds
 
 Nothing is downloaded: the model is built from a configuration, and the data are small reviews from
-a grammar ("the plot was not dull but the cast was poor"), whose label is the mood of the last
-clause. All that sketchprop needs is one line:
+a grammar ("the plot was very dull but the cast was fine and the pace was rather flat"), whose label
+is the mood of most clauses. All that sketchprop needs is one line:
 
     Trainer(model, args, train_dataset=..., callbacks=[SketchCallback(sp.Rows(0.3))])
 
@@ -22,6 +22,7 @@ import argparse
 import random
 import tempfile
 import time
+from itertools import pairwise
 
 import torch
 from torch.utils.data import Dataset
@@ -39,21 +40,25 @@ from sketchprop.integrations.transformers import SketchCallback
 NOUNS = ["plot", "cast", "music", "ending", "script", "pace", "dialogue", "camera"]
 GOOD = ["good", "fine", "moving", "witty", "clever", "bright"]
 BAD = ["bad", "dull", "poor", "clumsy", "tired", "flat"]
-DEGREES = ["very", "quite", "rather", "not", "never", "hardly"]
+DEGREES = ["very", "quite", "rather", "truly", "simply", "mostly"]
 WORDS = ["[pad]", "[cls]", "the", "was", "and", "but", *NOUNS, *GOOD, *BAD, *DEGREES]
 NUMBER = {word: i for i, word in enumerate(WORDS)}
-LENGTH = 24
+LENGTH = 20
 
 
 def clause(draw: random.Random, good: bool) -> list[str]:
-    """A few words of the wanted mood; 'not', 'never' and 'hardly' turn it round."""
-    degree = draw.choice(DEGREES)
-    turned = degree in ("not", "never", "hardly")
-    return ["the", draw.choice(NOUNS), "was", degree, draw.choice(GOOD if good != turned else BAD)]
+    """A few words of the wanted mood."""
+    return [
+        "the",
+        draw.choice(NOUNS),
+        "was",
+        draw.choice(DEGREES),
+        draw.choice(GOOD if good else BAD),
+    ]
 
 
 class Reviews(Dataset[dict[str, torch.Tensor]]):
-    """Sentences of one to four clauses; 'and' keeps the mood, 'but' turns it."""
+    """Sentences of one or three clauses; 'and' keeps the mood, 'but' turns it."""
 
     def __init__(self, count: int, seed: int) -> None:
         draw = random.Random(seed)
@@ -61,18 +66,16 @@ class Reviews(Dataset[dict[str, torch.Tensor]]):
 
     @staticmethod
     def _review(draw: random.Random) -> dict[str, torch.Tensor]:
-        good = draw.random() < 0.5
-        words = ["[cls]", *clause(draw, good)]
-        for _ in range(draw.randrange(4)):
-            link = draw.choice(["and", "but"])
-            good = good if link == "and" else not good
-            words += [link, *clause(draw, good)]
-        ids = torch.tensor([NUMBER[word] for word in words][:LENGTH])
+        moods = [draw.random() < 0.5 for _ in range(draw.choice([1, 3]))]
+        words = ["[cls]", *clause(draw, moods[0])]
+        for before, good in pairwise(moods):
+            words += ["and" if good == before else "but", *clause(draw, good)]
+        ids = torch.tensor([NUMBER[word] for word in words])
         padding = (0, LENGTH - len(ids))
         return {
             "input_ids": torch.nn.functional.pad(ids, padding),
             "attention_mask": torch.nn.functional.pad(torch.ones_like(ids), padding),
-            "labels": torch.tensor(int(good)),
+            "labels": torch.tensor(int(2 * sum(moods) > len(moods))),
         }
 
     def __len__(self) -> int:
@@ -136,7 +139,7 @@ def main() -> None:
     )
     parser.add_argument("--sketch", default="Rows", help="a class of sketchprop (default: Rows)")
     parser.add_argument("--budget", type=float, default=0.3, help="kept fraction (default: 0.3)")
-    parser.add_argument("--steps", type=int, default=600, help="default: 600")
+    parser.add_argument("--steps", type=int, default=300, help="default: 300")
     parser.add_argument("--batch-size", type=int, default=64, help="default: 64")
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="default: 0.0005")
     parser.add_argument("--width", type=int, default=128, help="default: 128")
