@@ -51,7 +51,8 @@ def model_of(cell: CifarCell) -> nn.Module:
     given = {**SIZES[cell.model], **parse_size(cell.size)}
     options: dict[str, Any] = {k: v[0] if len(v) == 1 else v for k, v in given.items()}
     if cell.model == "bagnet17":
-        return zoo.BagNet(**options)
+        # On a CPU a third faster than channels first.
+        return zoo.BagNet(**options).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
     return zoo.ViT(dropout=cell.dropout, **options)
 
 

@@ -328,8 +328,8 @@ def cropped(padded: Tensor, index: Tensor, generator: torch.Generator) -> Tensor
         t.to(padded.device) for t in (index[:, None, None], rows[:, :, None], columns[:, None])
     )
     picture, row, column = places
-    # Looked up by picture, row and column at once, the channels come last.
-    return padded[picture, :, row, column].permute(0, 3, 1, 2).contiguous()
+    # Looked up by picture, row and column at once, the channels come last; in memory they stay so.
+    return padded[picture, :, row, column].permute(0, 3, 1, 2)
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
