@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 
@@ -24,7 +24,7 @@ def sketch_(
     sketch: Sketch | Mapping[str, Sketch | None],
     filter_fn: Filter | None = None,
     *,
-    where: str = "always",
+    where: Literal["always", "faster"] = "always",
     accumulate: bool = False,
 ) -> Model:
     """Gives layers of ``model`` a sketched backward, in place, and returns the model.
