@@ -29,11 +29,14 @@ class Checkpoints:
         return Checkpoint(self.folder / f"{identity}.pt", self.every)
 
     def remove(self, identities: set[str]) -> None:
-        """Of runs that are stored; and the folder with the last of them."""
+        """Of runs that are stored; and the folder with the last of them.
+
+        Killed while it writes, a run also leaves a part of a file behind.
+        """
         if not self.folder.is_dir():
             return
-        for path in self.folder.glob("*.pt"):
-            if path.stem in identities:
+        for path in self.folder.iterdir():
+            if path.name.lstrip(".").partition(".")[0] in identities:
                 path.unlink(missing_ok=True)
         if not any(self.folder.iterdir()):
             self.folder.rmdir()

@@ -226,7 +226,7 @@ TINY = """
 figures = []
 [protocol]
 size = "patch=8 dim=16 depth=1 heads=2 hidden=32"
-epochs = 40
+epochs = 10
 batch_size = 16
 train_rows = 320
 validation_rows = 20

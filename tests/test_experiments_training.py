@@ -194,6 +194,7 @@ def test_checkpoints_wait_and_go_with_their_runs(tmp_path):
     eager = replace(folder, every=0.0)
     for name in ("run", "other"):
         eager.of(name).offer(lambda: {})
+    (folder.folder / ".run.pt.123.part").touch()  # killed while it wrote
     folder.remove({"run", "never saved"})
     assert [p.name for p in folder.folder.iterdir()] == ["other.pt"]
     folder.remove({"other"})
