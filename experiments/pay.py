@@ -67,7 +67,7 @@ MLP_WAYS = (EXACT, smaller_batch(0.3), smaller_batch(0.1), rows(0.3, "sample"),
 VIT_WAYS = (EXACT, smaller_batch(0.3), rows(0.5, "token"), rows(0.3, "token"),
             rows(0.3, "sample"), sampled(0.3), l1(0.3))  # fmt: skip
 
-MLP_RATES, VIT_RATES = (0.05, 0.1, 0.2, 0.4), (3e-4, 7e-4, 1.5e-3)
+MLP_RATES, VIT_RATES = (0.1, 0.2, 0.4, 0.8), (3e-4, 7e-4, 1.5e-3)
 PRESETS: dict[str, dict[str, Contest]] = {
     "smoke": {
         "mlp": Contest(MLP_WAYS[:1] + MLP_WAYS[3:6], (0.1,), (0,), 6, 2, 1),
