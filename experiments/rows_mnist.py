@@ -199,7 +199,7 @@ def _page(
     header = ["method", "kept", "test accuracy", "against exact", "FLOPs of a step",
               "time of a step", "learning rate", "at edge", "clipped"]  # fmt: skip
     return [
-        f"# Rows by importance on MNIST: preset `rows-{preset}`",
+        f"# Rows by importance on MNIST: preset `{preset}`",
         f"{describe(sweep.protocol)}. SGD, gradient clipping at norm {sweep.protocol.clip:g} as in "
         "the paper, learning rate and epoch chosen on "
         f"{sweep.protocol.validation_rows} training images for each seed, from a grid that widens "
