@@ -67,7 +67,7 @@ MLP_WAYS = (EXACT, smaller_batch(0.3), smaller_batch(0.1), rows(0.3, "sample"),
 VIT_WAYS = (EXACT, smaller_batch(0.3), rows(0.5, "token"), rows(0.3, "token"),
             rows(0.3, "sample"), sampled(0.3), l1(0.3))  # fmt: skip
 
-MLP_RATES, VIT_RATES = (0.1, 0.2, 0.4, 0.8), (3e-4, 7e-4, 1.5e-3)
+MLP_RATES, VIT_RATES = (0.2, 0.4, 0.8, 1.6), (3e-4, 7e-4, 1.5e-3)
 PRESETS: dict[str, dict[str, Contest]] = {
     "smoke": {
         "mlp": Contest(MLP_WAYS[:1] + MLP_WAYS[3:6], (0.1,), (0,), 6, 2, 1),
@@ -78,8 +78,8 @@ PRESETS: dict[str, dict[str, Contest]] = {
         "vit": Contest(VIT_WAYS, VIT_RATES, (0,), 300, 8, 2),
     },
 }
-TARGETS: dict[str, dict[str, tuple[float, ...]]] = {"smoke": {"mlp": (20.0,), "vit": (12.0,)},
-           "cpu": {"mlp": (97.0, 97.5, 98.0), "vit": (36.0, 40.0, 44.0)}}  # fmt: skip
+BELOW: dict[str, tuple[float, ...]] = {"mlp": (1.0, 0.5, 0.2), "vit": (4.0, 2.0, 1.0)}
+"""The accuracies to be reached: so many points below the best of exact training."""
 TASKS: dict[str, Callable[[bool], Task]] = {"mlp": wide_mlp, "vit": small_vit}
 
 
@@ -113,12 +113,13 @@ def write_results(found: dict[str, Any], preset: str, out: Path) -> list[Path]:
         "allocator pinned, so that a slow minute meets all; the clock runs in steps only, not "
         "while evaluating. The learning rate is constant after a short warm-up and chosen for each "
         "way on validation images after a trial; accuracy is that of the test images. "
-        "'batch ×' is the control: a smaller batch at the cost of rows at 0.3 or 0.1. "
+        "'batch ×' is the control: a smaller batch at the cost of rows at 0.3 or 0.1. The "
+        "accuracies to be reached are set by the best of exact training. "
         "One seed: differences of a point, and of a tenth in time, mean nothing.",
     ]
     for name, content in found.items():
-        contest, targets = PRESETS[preset][name], TARGETS[preset][name]
-        runs = content["runs"]
+        contest, runs = PRESETS[preset][name], content["runs"]
+        targets = accuracies(runs, BELOW[name])
         written.append(write_csv(out / f"{name}.csv", flat(runs)))
         draw = partial(_draw, contest=contest, runs=runs, title=content["title"])
         written += picture(out, name, 2, draw)
@@ -142,6 +143,12 @@ def flat(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def chosen_runs(runs: Sequence[dict[str, Any]], way: Way) -> list[dict[str, Any]]:
     return [run for run in runs if run["chosen"] and run["way"] == way.name]
+
+
+def accuracies(runs: Sequence[dict[str, Any]], below: Sequence[float]) -> list[float]:
+    """Points below the best of exact training, to a tenth."""
+    best = max(moment["test"] for moment in chosen_runs(runs, EXACT)[0]["moments"])
+    return [max(0.0, round(best - points, 1)) for points in below]
 
 
 def reached(run: dict[str, Any], target: float, axis: str) -> float:
@@ -192,12 +199,9 @@ def _ratio(run: dict[str, Any], exact: dict[str, Any], target: float, axis: str)
 
 
 def _verdict(contest: Contest, runs: Sequence[dict[str, Any]], targets: Sequence[float]) -> str:
-    """In words, for the highest target that exact training reaches."""
+    """In words, for the highest of the accuracies."""
     exact = chosen_runs(runs, EXACT)[0]
-    met = [t for t in targets if math.isfinite(reached(exact, t, "seconds"))]
-    if not met:
-        return "Exact training does not reach any of the accuracies asked for: no verdict."
-    target = max(met)
+    target = max(targets)
     base = reached(exact, target, "seconds")
     gains: list[str] = []
     losses: list[str] = []
