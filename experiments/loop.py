@@ -241,14 +241,12 @@ class Contest:
     """In steps of exact training."""
     points: int
     """Evaluations, equally far apart in cost."""
-    trial: int
-    """The evaluation at which each way drops all learning rates but its best on validation."""
 
 
 def compete(task: Task, contest: Contest, folder: Path) -> list[dict[str, Any]]:
-    """Trains all ways in turns; runs that were dropped after the trial end there.
+    """Trains all ways in turns, each with every learning rate to the end.
 
-    The first seed tries all learning rates, the others take the one that it has chosen.
+    With the first seed each way takes its best rate on validation, which the other seeds follow.
     """
     exact = task.step_flops(contest.ways[0])
     ratios = {way.name: task.step_flops(way) / exact for way in contest.ways}
@@ -259,22 +257,21 @@ def compete(task: Task, contest: Contest, folder: Path) -> list[dict[str, Any]]:
         ratio = ratios[way.name]
         return Trainer(task, way, rate, seed, ratio, contest.length, contest.points, file)
 
-    def train(trainers: Sequence[Trainer], first: int, last: int) -> None:
-        for point in range(first, last + 1):
+    def train(trainers: Sequence[Trainer]) -> None:
+        for point in range(1, contest.points + 1):
             for one in order.sample(trainers, len(trainers)):
                 one.run_to(point)
 
     tried = [trainer(way, rate, contest.seeds[0]) for way in contest.ways for rate in contest.rates]
-    train(tried, 1, contest.trial)
+    train(tried)
 
     def tested(one: Trainer) -> float:
-        return one.moments[contest.trial - 1].validation
+        return max(moment.validation for moment in one.moments)
 
     best = [max((t for t in tried if t.way is way), key=tested) for way in contest.ways]
-    train(best, contest.trial + 1, contest.points)
     results = [{**t.result(), "chosen": t in best} for t in tried]
     for seed in contest.seeds[1:]:
         again = [trainer(t.way, t.rate, seed) for t in best]
-        train(again, 1, contest.points)
+        train(again)
         results += [{**t.result(), "chosen": True} for t in again]
     return results
