@@ -104,7 +104,9 @@ def test_a_pattern_in_a_model_without_layers():
 
 
 def test_an_empty_mapping():
-    message(ValueError, lambda: sp.sketch_(model(), {}))
+    text = message(ValueError, lambda: sp.sketch_(model(), {}))
+    assert "{'0': L1(0.1)}" in text
+    assert "'4'" in text
 
 
 def test_a_filter_that_takes_nothing():

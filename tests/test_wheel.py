@@ -136,14 +136,9 @@ def test_the_environment_is_empty_but_for_torch(installed, tmp_path):
 
 
 def test_the_first_example_of_the_readme_runs(installed, tmp_path):
-    before = """\
-        import torch
-        from torch import nn
-        import torch.nn.functional as F
-        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
-        plain = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
-    """
-    run(installed, textwrap.dedent(before) + first_example(), tmp_path)
+    code = first_example() + "print(type(model[0]).__name__, model[0].weight.grad.abs().sum() > 0)"
+    assert run(installed, code, tmp_path) == "Linear tensor(True)\n"
+    assert (tmp_path / "model.pt").is_file()
 
 
 def test_a_sketched_step_is_made(installed, tmp_path):

@@ -207,6 +207,11 @@ def _nothing_taken(
     names = ", ".join(repr(name) for name in list(layers)[:6])
     if filter_fn is not None:
         return f"filter_fn took none of the layers that can be sketched: {names}"
+    if not isinstance(sketch, Sketch):
+        return (
+            f"the mapping is empty; name some of the layers {names}, for example "
+            f"{{{next(iter(layers))!r}: L1(0.1)}}"
+        )
     return (
         f"{type(model).__name__} has one layer that can be sketched, {names}, and by default the "
         "last one stays exact; to take it, pass filter_fn=sketchprop.select.everything"
