@@ -18,22 +18,10 @@ from torch import Tensor, nn
 
 import sketchprop as sp
 
+from . import sheet
 from .loop import Contest, Task, Trainer, compete
 from .mnist import generator
 from .pay import EXACT, chosen_runs, flat, rows, sampled, smaller_batch, step_seconds
-from .sheet import (
-    colour,
-    dress,
-    figure_text,
-    made_on,
-    markdown,
-    picture,
-    read_json,
-    stamp,
-    write_csv,
-    write_json,
-    write_page,
-)
 from .tasks import masked_bytes, packages, text_note
 from .variance import ESTIMATORS, added_noise, minibatch_noise
 from .weight_variance import captured
@@ -65,9 +53,9 @@ def run(options: argparse.Namespace) -> int:
         tails = [tail(task, contest, out, when, NOISE[options.preset]) for when in ("start",)]
         results = compete(task, contest, out)
         tails.append(tail(task, contest, out, "end", NOISE[options.preset]))
-        content = {"machine": made_on(), "title": task.title, "first": reached}
-        write_json(stored, {**content, "tails": tails, "runs": results})
-    for path in write_results(read_json(stored), contest, options.preset, out):
+        content = {"machine": sheet.made_on(), "title": task.title, "first": reached}
+        sheet.write_json(stored, {**content, "tails": tails, "runs": results})
+    for path in write_results(sheet.read_json(stored), contest, options.preset, out):
         sys.stdout.write(f"{path}\n")
     return 0
 
@@ -119,9 +107,11 @@ def share(values: Tensor) -> float:
 
 def write_results(found: dict[str, Any], contest: Contest, name: str, out: Path) -> list[Path]:
     runs = found["runs"]
-    written = [write_csv(out / "results.csv", flat(runs))]
-    written += picture(out, "finetune", 1, lambda axes: _draw(axes[0], contest, runs), (7.0, 4.2))
-    written.append(write_page(out / "README.md", _page(found, contest, name)))
+    written = [sheet.write_csv(out / "results.csv", flat(runs))]
+    written += sheet.picture(
+        out, "finetune", 1, lambda axes: _draw(axes[0], contest, runs), (7.0, 4.2)
+    )
+    written.append(sheet.write_page(out / "README.md", _page(found, contest, name)))
     return written
 
 
@@ -160,15 +150,15 @@ def _page(found: dict[str, Any], contest: Contest, name: str) -> list[str]:
         f"spend the FLOPs of {contest.length} exact steps, so cheap ways make more of them; the "
         "learning rate is chosen on validation with the first seed. Accuracy on held-out "
         f"stretches of the same files, mean ± standard deviation over seeds. {text_note()}",
-        markdown(header, lines),
+        sheet.markdown(header, lines),
         "## Tails",
         f"The share of the largest {TOP:.0%} in the sum of norms ({TOP:g} if all were equal), of "
         "samples at the output and of tokens in G (median over layers), and V/σ² ± its standard "
         "error. **≥**: a lower bound, some of it comes from draws too rare to be met.",
         _tail_table(found["tails"]),
         "![accuracy against cost](finetune.png)",
-        f"{stamp(f'python -m experiments finetune --preset {name}', found['machine'])} All moments "
-        "of all runs: [results.csv](results.csv).",
+        f"{sheet.stamp(f'python -m experiments finetune --preset {name}', found['machine'])} "
+        "All moments of all runs: [results.csv](results.csv).",
     ]
 
 
@@ -186,10 +176,10 @@ def _tail_table(tails: Sequence[dict[str, Any]]) -> str:
         for key in keys:
             noise = line["noise"][key]
             bound = "≥ " if noise["lower_bound"] else ""
-            value = f"{figure_text(noise['ratio'])} ± {figure_text(noise['error'], 2)}"
+            value = f"{sheet.figure_text(noise['ratio'])} ± {sheet.figure_text(noise['error'], 2)}"
             cells.append(bound + value)
         rows_.append(cells)
-    return markdown(["fine-tuning", "samples", "tokens", *names], rows_)
+    return sheet.markdown(["fine-tuning", "samples", "tokens", *names], rows_)
 
 
 def _draw(panel: Any, contest: Contest, runs: Sequence[dict[str, Any]]) -> None:
@@ -198,7 +188,7 @@ def _draw(panel: Any, contest: Contest, runs: Sequence[dict[str, Any]]) -> None:
         x = [m["cost"] for m in own[0]["moments"]]
         by_moment = zip(*([m["test"] for m in run["moments"]] for run in own), strict=True)
         y = [statistics.mean(values) for values in by_moment]
-        look = {"color": colour(way.colour), "ls": way.line, "label": way.label}
+        look = {"color": sheet.colour(way.colour), "ls": way.line, "label": way.label}
         panel.plot(x, y, marker="o", ms=2, lw=1.2, **look)
-    dress(panel, "mean over seeds", "FLOPs, in exact steps", "test accuracy (%)")
+    sheet.dress(panel, "mean over seeds", "FLOPs, in exact steps", "test accuracy (%)")
     panel.legend(fontsize=6, loc="lower right")

@@ -16,19 +16,8 @@ import torch
 
 import sketchprop as sp
 
+from . import sheet
 from .loop import Contest, Task, Way, compete
-from .sheet import (
-    colour,
-    dress,
-    made_on,
-    markdown,
-    picture,
-    read_json,
-    stamp,
-    write_csv,
-    write_json,
-    write_page,
-)
 from .tasks import small_vit, wide_mlp
 
 FOLDER = "docs/results/rows-pay"
@@ -92,9 +81,9 @@ def run(options: argparse.Namespace) -> int:
         for name in chosen:
             task = TASKS[name](options.preset == "smoke")
             results = compete(task, PRESETS[options.preset][name], out)
-            content = {"machine": made_on(), "title": task.title, "runs": results}
-            write_json(out / f"{name}.json", content)
-    found = {name: read_json(out / f"{name}.json") for name in TASKS if _stored(out, name)}
+            content = {"machine": sheet.made_on(), "title": task.title, "runs": results}
+            sheet.write_json(out / f"{name}.json", content)
+    found = {name: sheet.read_json(out / f"{name}.json") for name in TASKS if _stored(out, name)}
     for path in write_results(found, options.preset, out):
         sys.stdout.write(f"{path}\n")
     return 0
@@ -120,16 +109,16 @@ def write_results(found: dict[str, Any], preset: str, out: Path) -> list[Path]:
     for name, content in found.items():
         contest, runs = PRESETS[preset][name], content["runs"]
         targets = accuracies(runs, BELOW[name])
-        written.append(write_csv(out / f"{name}.csv", flat(runs)))
+        written.append(sheet.write_csv(out / f"{name}.csv", flat(runs)))
         draw = partial(_draw, contest=contest, runs=runs, title=content["title"])
-        written += picture(out, name, 2, draw)
+        written += sheet.picture(out, name, 2, draw)
         parts += [f"## {content['title']}", _verdict(contest, runs, targets)]
         parts += [outcome_table(contest, runs, targets), f"![accuracy]({name}.png)"]
         parts.append(
-            f"{stamp(f'python -m experiments pay --preset {preset}', content['machine'])} "
+            f"{sheet.stamp(f'python -m experiments pay --preset {preset}', content['machine'])} "
             f"All moments of all runs: [{name}.csv]({name}.csv)."
         )
-    written.append(write_page(out / "README.md", parts))
+    written.append(sheet.write_page(out / "README.md", parts))
     return written
 
 
@@ -190,7 +179,7 @@ def outcome_table(
                     cells.append(_ratio(run, exact, target, axis))
             lines.append(cells)
     note = "Steps, times and FLOPs are ratios to exact; below 1 is a net gain. -: not reached."
-    return f"{markdown(header, lines)}\n\n{note}"
+    return f"{sheet.markdown(header, lines)}\n\n{note}"
 
 
 def _ratio(run: dict[str, Any], exact: dict[str, Any], target: float, axis: str) -> str:
@@ -227,9 +216,9 @@ def _draw(
             for run in chosen_runs(runs, way)[:1]:
                 x = [m[axis] for m in run["moments"]]
                 y = [m["test"] for m in run["moments"]]
-                look = {"color": colour(way.colour), "ls": way.line, "label": way.label}
+                look = {"color": sheet.colour(way.colour), "ls": way.line, "label": way.label}
                 panel.plot(x, y, marker="o", ms=2, lw=1.2, **look)
         best = max((m["test"] for run in runs for m in run["moments"]), default=100.0)
         panel.set_ylim(max(0.0, best - (5 if best > 90 else 25)), best + 1)
-        dress(panel, title, text, "test accuracy (%)")
+        sheet.dress(panel, title, text, "test accuracy (%)")
     axes[0].legend(fontsize=6, loc="lower right")

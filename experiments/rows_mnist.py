@@ -22,22 +22,12 @@ from sketchprop.diagnostics import measure_flops
 from sketchprop.stopwatch import in_turns
 from sketchprop.zoo import mlp
 
+from . import sheet
 from .engine import ENGINES, Progress, run_sweep
 from .methods import COLOURS, EXACT, METHODS, make_sketch
 from .mnist import sampled_share
 from .mnist_study import MNIST, MnistCell, MnistProtocol, describe
 from .selection import Results, Summary
-from .sheet import (
-    dress,
-    made_on,
-    markdown,
-    picture,
-    read_json,
-    stamp,
-    write_csv,
-    write_json,
-    write_page,
-)
 from .store import Store, read_rows, write_table
 from .sweep import Cell, Point, Sweep
 
@@ -53,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     sweep = replace(MNIST, name="rows-mnist").load(options.preset)
     out = Path(options.out or FOLDER)
     if options.stored:
-        rows, costs = read_rows(out, MNIST.schema), read_json(out / "costs.json")
+        rows, costs = read_rows(out, MNIST.schema), sheet.read_json(out / "costs.json")
     else:
         with Store(out, MNIST.schema) as store:
             progress = None if options.quiet else Progress()
@@ -61,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
             run_sweep(points, store, ENGINES["processes"], options.workers, progress)
             rows = store.rows()
         write_table(rows, out, MNIST.schema)
-        costs = {"machine": made_on(), "cells": step_costs(sweep, ROUNDS[options.preset])}
-        write_json(out / "costs.json", costs)
+        costs = {"machine": sheet.made_on(), "cells": step_costs(sweep, ROUNDS[options.preset])}
+        sheet.write_json(out / "costs.json", costs)
     summaries = Results(rows).summaries(sweep.extras)
     for path in write_results(sweep, summaries, costs, options.preset, out):
         sys.stdout.write(f"{path}\n")
@@ -149,10 +139,12 @@ def write_results(
     sweep: Sweep, summaries: Sequence[Summary], costs: dict[str, Any], preset: str, out: Path
 ) -> list[Path]:
     cells = costs["cells"]
-    written = [write_csv(out / "summary.csv", [_line(s, cells) for s in summaries])]
+    written = [sheet.write_csv(out / "summary.csv", [_line(s, cells) for s in summaries])]
     title = describe(sweep.protocol)
-    written += picture(out, "rows-mnist", 3, lambda axes: _draw(axes, summaries, cells, title))
-    written.append(write_page(out / "README.md", _page(sweep, summaries, costs, preset)))
+    written += sheet.picture(
+        out, "rows-mnist", 3, lambda axes: _draw(axes, summaries, cells, title)
+    )
+    written.append(sheet.write_page(out / "README.md", _page(sweep, summaries, costs, preset)))
     return written
 
 
@@ -213,10 +205,10 @@ def _page(
         "## The criteria",
         _criteria(summaries, exact),
         "## All points",
-        markdown(header, rows),
+        sheet.markdown(header, rows),
         "![accuracy against budget, FLOPs and time](rows-mnist.png)",
-        f"{stamp(f'python -m experiments rows-mnist --preset {preset}', costs['machine'])} All "
-        "points: [summary.csv](summary.csv), all runs: [results.csv](results.csv).",
+        f"{sheet.stamp(f'python -m experiments rows-mnist --preset {preset}', costs['machine'])} "
+        "All points: [summary.csv](summary.csv), all runs: [results.csv](results.csv).",
     ]
 
 
@@ -240,7 +232,7 @@ def _criteria(summaries: Sequence[Summary], exact: Summary) -> str:
             lost = _mean(exact) - _mean(s)
             met = "met" if lost <= allowed else "**missed**"
             rows.append([METHODS[method].label, f"{budget:g}", f"{allowed:g}", f"{lost:.2f}", met])
-    return markdown(["method", "kept", "points it may lose", "points lost", ""], rows)
+    return sheet.markdown(["method", "kept", "points it may lose", "points lost", ""], rows)
 
 
 def _draw(
@@ -264,7 +256,7 @@ def _draw(
             panel.errorbar(at, [_mean(s) for s in own], [s.spread for s in own], marker="o", ms=3,
                            lw=1.2, label=method.label, **look)  # fmt: skip
         panel.axhline(_mean(exact), color="k", lw=1, label="exact")
-        dress(panel, title, text, "test accuracy (%)")
+        sheet.dress(panel, title, text, "test accuracy (%)")
     axes[0].set_xscale("log")
     budgets = sorted({s.point.budget for s in summaries if s is not exact})
     axes[0].set_xticks(budgets, [f"{b:g}" for b in budgets])

@@ -28,20 +28,9 @@ from sketchprop.diagnostics.variance import alignment, surprising
 from sketchprop.sketches import VCAS, WTACRS, Rows, Sketch
 from sketchprop.stopwatch import in_turns
 
+from . import sheet
 from .loop import Batch, Task, Trainer, Way
 from .mnist import generator
-from .sheet import (
-    dress,
-    figure_text,
-    made_on,
-    markdown,
-    picture,
-    read_json,
-    stamp,
-    write_csv,
-    write_json,
-    write_page,
-)
 from .tasks import small_vit
 
 EXACT = Way("exact", "exact", "baseline")
@@ -259,16 +248,16 @@ def run(options: argparse.Namespace) -> int:
     stored = out / "results.json"
     if not options.stored:
         measure(small_vit(options.preset == "smoke"), preset, out, stored, options.quiet)
-    for path in write_results(read_json(stored), preset, options.preset, out):
+    for path in write_results(sheet.read_json(stored), preset, options.preset, out):
         sys.stdout.write(f"{path}\n")
     return 0
 
 
 def measure(task: Task, preset: Preset, out: Path, stored: Path, quiet: bool) -> None:
     """Adds what ``stored`` lacks, figure by figure."""
-    found: dict[str, Any] = {"machine": made_on(), "sigma2": {}, "noise": {}, "cost": {}}
+    found: dict[str, Any] = {"machine": sheet.made_on(), "sigma2": {}, "noise": {}, "cost": {}}
     if stored.is_file():
-        found.update(read_json(stored))
+        found.update(sheet.read_json(stored))
     for step, model in trajectory(task, preset.steps, RATE, out):
         missing = [
             (name, budget)
@@ -283,22 +272,22 @@ def measure(task: Task, preset: Preset, out: Path, stored: Path, quiet: bool) ->
         for name, budget in missing:
             line = added_noise(model, task, noise, ESTIMATORS[name], budget, preset.draws)
             found["noise"][f"{step}/{name}/{budget:g}"] = line
-            write_json(stored, found)
+            sheet.write_json(stored, found)
             if not quiet:
                 sys.stderr.write(f"step {step}, {name} at {budget:g}: V/σ² = {line['ratio']:.3g}\n")
     for name in ESTIMATORS:
         for budget in preset.budgets:
             if f"{name}/{budget:g}" not in found["cost"]:
                 found["cost"][f"{name}/{budget:g}"] = step_cost(task, name, budget, preset.rounds)
-    write_json(stored, found)
+    sheet.write_json(stored, found)
 
 
 def write_results(found: dict[str, Any], preset: Preset, name: str, out: Path) -> list[Path]:
-    written = [write_csv(out / "results.csv", _flat(found, preset))]
-    written += picture(
+    written = [sheet.write_csv(out / "results.csv", _flat(found, preset))]
+    written += sheet.picture(
         out, "variance", len(preset.budgets), lambda axes: _draw(axes, found, preset)
     )
-    written.append(write_page(out / "README.md", _page(found, preset, name)))
+    written.append(sheet.write_page(out / "README.md", _page(found, preset, name)))
     return written
 
 
@@ -336,7 +325,7 @@ def _draw(axes: Sequence[Any], found: dict[str, Any], preset: Preset) -> None:
             panel.axhline(line, color="k", lw=1, ls=dots, label=f"break-even of tokens, {basis}")
         panel.set_yscale("log")
         panel.set_xticks(list(places), [str(step) for step in preset.steps])
-        dress(panel, f"budget {budget:g}", "steps of exact training", "V/σ²")
+        sheet.dress(panel, f"budget {budget:g}", "steps of exact training", "V/σ²")
     axes[-1].legend(fontsize=5.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
@@ -367,7 +356,7 @@ def _page(found: dict[str, Any], preset: Preset, name: str) -> list[str]:
         "## The order of the rows",
         _order_text(found, preset),
         "![V/σ² over training](variance.png)",
-        f"{stamp(f'python -m experiments variance --preset {name}', found['machine'])} All "
+        f"{sheet.stamp(f'python -m experiments variance --preset {name}', found['machine'])} All "
         "figures: [results.csv](results.csv).",
     ]
     return parts
@@ -383,13 +372,13 @@ def _table(found: dict[str, Any], preset: Preset, budget: float) -> str:
         cells = [of.label]
         for step in preset.steps:
             line = found["noise"][f"{step}/{name}/{budget:g}"]
-            value = f"{figure_text(line['ratio'])} ± {figure_text(line['error'], 2)}"
+            value = f"{sheet.figure_text(line['ratio'])} ± {sheet.figure_text(line['error'], 2)}"
             value = f"≥ {value}" if line["lower_bound"] else value
             cells.append(f"**{value}**" if line["ratio"] <= limits[0] else value)
-        shown = [figure_text(limit) if limit > 0 else "never" for limit in limits]
+        shown = [sheet.figure_text(limit) if limit > 0 else "never" for limit in limits]
         cells += [f"{cost['flops']:.3f}", shown[0], f"{cost['time']:.3f}", shown[1]]
         rows.append(cells)
-    return markdown(header, rows)
+    return sheet.markdown(header, rows)
 
 
 def _order_text(found: dict[str, Any], preset: Preset) -> str:
@@ -404,7 +393,7 @@ def _order_text(found: dict[str, Any], preset: Preset) -> str:
                 for kind in ("input", "shuffled", "independent")
             ]
             base = lines[0]
-            cells = [f"{budget:g}", str(step), figure_text(base["ratio"])]
+            cells = [f"{budget:g}", str(step), sheet.figure_text(base["ratio"])]
             for line in lines[1:]:
                 ratio = line["ratio"] / base["ratio"]
                 error = ratio * math.hypot(
@@ -412,4 +401,4 @@ def _order_text(found: dict[str, Any], preset: Preset) -> str:
                 )
                 cells.append(f"{ratio:.2f} ± {error:.2f}")
             rows.append(cells)
-    return markdown(header, rows)
+    return sheet.markdown(header, rows)

@@ -28,20 +28,9 @@ import sketchprop as sp
 from sketchprop.probabilities import water_fill
 from sketchprop.sketches import WTACRS, Rows
 
+from . import sheet
 from .loop import Task
 from .mnist import generator
-from .sheet import (
-    dress,
-    figure_text,
-    made_on,
-    markdown,
-    picture,
-    read_json,
-    stamp,
-    write_csv,
-    write_json,
-    write_page,
-)
 from .tasks import masked_bytes, small_vit, text_note
 from .variance import FOLDER as VARIANCE_FOLDER
 from .variance import RATE, trajectory
@@ -180,15 +169,15 @@ def run(options: argparse.Namespace) -> int:
     stored = out / "results.json"
     if not options.stored:
         found = measure(preset, options.preset == "smoke", {"vit": shared, "bytes": out}, stored)
-        write_json(stored, found)
-    found = read_json(stored)
+        sheet.write_json(stored, found)
+    found = sheet.read_json(stored)
     for path in write_results(found, preset, options.preset, out):
         sys.stdout.write(f"{path}\n")
     return 0
 
 
 def measure(preset: Preset, small: bool, folders: dict[str, Path], stored: Path) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = read_json(stored)["rows"] if stored.is_file() else []
+    rows: list[dict[str, Any]] = sheet.read_json(stored)["rows"] if stored.is_file() else []
     done = {(row["model"], row["step"]) for row in rows}
     for make in (masked_bytes, small_vit):
         task = make(small)
@@ -201,18 +190,18 @@ def measure(preset: Preset, small: bool, folders: dict[str, Path], stored: Path)
                     found = layer_variances(G, X, budget, preset.shuffles)
                     base = {"model": task.name, "step": step, "layer": layer, "budget": budget}
                     rows.append({**base, **found})
-            write_json(stored, {"machine": made_on(), "rows": rows})
-    return {"machine": made_on(), "rows": rows}
+            sheet.write_json(stored, {"machine": sheet.made_on(), "rows": rows})
+    return {"machine": sheet.made_on(), "rows": rows}
 
 
 def write_results(found: dict[str, Any], preset: Preset, name: str, out: Path) -> list[Path]:
     rows = found["rows"]
     models = [m for m in preset.steps if any(row["model"] == m for row in rows)]
-    written = [write_csv(out / "results.csv", rows)]
-    written += picture(
+    written = [sheet.write_csv(out / "results.csv", rows)]
+    written += sheet.picture(
         out, "weight-variance", len(models), lambda axes: _draw(axes, models, rows, preset)
     )
-    written.append(write_page(out / "README.md", _page(found, models, preset, name)))
+    written.append(sheet.write_page(out / "README.md", _page(found, models, preset, name)))
     return written
 
 
@@ -243,10 +232,10 @@ def _page(found: dict[str, Any], models: Sequence[str], preset: Preset, name: st
             for row, peer in zip(chosen, least, strict=True)
         )
         held.append(all(total[OURS] <= total[k] for k in PEERS))
-        ratios = [figure_text(total[k] / total[OURS]) for k in OTHERS]
-        share = figure_text(total[OURS] / total["exact"])
+        ratios = [sheet.figure_text(total[k] / total[OURS]) for k in OTHERS]
+        share = sheet.figure_text(total[OURS] / total["exact"])
         cells = [model, f"{budget:g}", str(step), share, *ratios]
-        lines.append([*cells, f"{better} of {len(chosen)}", figure_text(worst)])
+        lines.append([*cells, f"{better} of {len(chosen)}", sheet.figure_text(worst)])
     verdict = (
         f"In {sum(held)} of {len(held)} lines the variance of ours, summed over the layers, is at "
         "most that of both peers"
@@ -265,10 +254,10 @@ def _page(found: dict[str, Any], models: Sequence[str], preset: Preset, name: st
         "arrive from above are exact. VCAS: independent coins with p ∝ ‖g‖‖x‖ (its SampleW), "
         "WTA-CRS: the unbiased form of its paper. Above 1 is worse than ours.",
         verdict,
-        markdown(header, lines),
+        sheet.markdown(header, lines),
         "![Variance of dW over that of ours](weight-variance.png)",
-        f"{stamp(f'python -m experiments weight-variance --preset {name}', found['machine'])} "
-        "Layer by layer: [results.csv](results.csv).",
+        sheet.stamp(f"python -m experiments weight-variance --preset {name}", found["machine"])
+        + " Layer by layer: [results.csv](results.csv).",
     ]
 
 
@@ -287,5 +276,5 @@ def _draw(
         panel.axhline(1, color="k", lw=1)
         steps = preset.steps[model]
         panel.set_xticks(range(len(steps)), [str(step) for step in steps])
-        dress(panel, model, "steps of exact training", "variance of dW over that of ours")
+        sheet.dress(panel, model, "steps of exact training", "variance of dW over that of ours")
     axes[-1].legend(fontsize=6)
