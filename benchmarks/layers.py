@@ -53,6 +53,7 @@ def _linear_case(shape: Shape, budgets: Sequence[float], seconds: float) -> Iter
             sketches["L1, refresh_every=10"] = sp.L1(budget, refresh_every=10)
             if min(B, n) <= 1024 and B * n * d >= 2**30:
                 sketches["GradientSVD"] = sp.GradientSVD(budget)
+                sketches["RankConstrained"] = sp.RankConstrained(budget)
                 if n <= 1024:
                     remembered = sp.GradientSVD(budget, refresh_every=50)
                     sketches["GradientSVD, refresh_every=50"] = remembered

@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import weights
 from .._checks import check_weight, solve_dtype
@@ -49,15 +50,22 @@ class RowSpace(NamedTuple):
 
 
 class Factored(NamedTuple):
-    """G = Q R = Σ (Q uᵢ)(uᵢᵀ R), Q and U orthonormal: ``[..., B, n]`` and ``[..., n, n]``."""
+    """G = Q R = Σ (Q uᵢ)(uᵢᵀ R), Q and U orthonormal, U ``[..., n, n]``.
+
+    Q stays a product of reflectors, as LAPACK stores it beside R: forming it would cost as much
+    as finding it, and only r of the Q uᵢ are wanted.
+    """
 
     U: Tensor
-    Q: Tensor
     R: Tensor
+    packed: Tensor
+    tau: Tensor
 
     def keep(self, G: Tensor, index: Tensor, scale: Tensor) -> LowRank:
         kept = take_columns(self.U, index)
-        return LowRank(scaled(self.Q @ kept, scale).to(G.dtype), (kept.mT @ self.R).to(G.dtype))
+        B, n = self.packed.shape[-2:]
+        left = torch.ormqr(self.packed, self.tau, pad(kept, (0, 0, 0, B - n)))
+        return LowRank(scaled(left, scale).to(G.dtype), (kept.mT @ self.R).to(G.dtype))
 
 
 Basis = ColumnSpace | RowSpace | Factored
@@ -161,9 +169,10 @@ class RankConstrained(SpectralSketch):
         if G.shape[-2] <= G.shape[-1]:
             w, P = self._solve(G, V)
             return w, ColumnSpace(P)
-        Q, R = torch.linalg.qr(G)  # the same problem for the small square R
-        w, U = self._solve(R, V)
-        return w, Factored(U, Q, R)
+        packed, tau = torch.geqrf(G)
+        R = packed[..., : G.shape[-1], :].triu()
+        w, U = self._solve(R, V)  # the same problem for the small square R
+        return w, Factored(U, R, packed, tau)
 
     def row_directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, RowSpace]:
         energies, V = descending_eigen(G.mT @ G)
@@ -191,7 +200,8 @@ class RankConstrained(SpectralSketch):
         return 2 if self.partial else 1
 
     def planning_flops(self, B: int, n: int, d: int) -> float:
-        qr = 4 * B * n * n if n < B and not self.partial else 0  # with Q formed
+        tall = n < B and not self.partial
+        qr = 2 * B * n * n + 4 * B * n * self.rank(n) if tall else 0
         alpha = 0 if self.paper else 2 * n * d / self.refresh_every
         return super().planning_flops(B, n, d) + qr + alpha
 
@@ -199,8 +209,7 @@ class RankConstrained(SpectralSketch):
         m = self.atom_count(B, n, d)
         inner = 2 * m * n * d + 2 * m * m * d + (0 if self.paper else 2 * m * m * n)
         if not self.partial:
-            factors = B * n + (n * n if n < B else 0)
-            return inner + 2 * self.rank(m) * factors
+            return inner + 2 * self.rank(m) * n * min(B, n)
         gram = 2 * n * n * self.scored_rows(B) + 8 * n**3
         return (inner + gram) / self.refresh_every + 2 * self.rank(m) * B * n
 
