@@ -1,7 +1,8 @@
-"""Fine-tuning: an encoder trained on one task, then on another, with few of its rows.
+"""Fine-tuning: a transformer trained on one task, then on another, with few of its rows.
 
-First it guesses hidden bytes of the standard library's source; then it tells from which package a
-snippet is. How heavy the tails of the gradient's norms are is measured along the way.
+Two cases: a hard one, whose gradient norms stay flat (an encoder that has guessed hidden bytes of
+source code is to name the package), and an easy one, where a few samples soon carry the gradient (a
+ViT that knows the digits 0 to 4 learns 5 to 9). How heavy the tails are is measured along the way.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from . import sheet
 from .loop import Contest, Task, Trainer, compete
 from .mnist import generator
 from .pay import EXACT, chosen_runs, flat, rows, sampled, smaller_batch, step_seconds
-from .tasks import masked_bytes, packages, text_note
+from .tasks import high_digits, low_digits, masked_bytes, packages, text_note
 from .variance import ESTIMATORS, added_noise, minibatch_noise
 from .weight_variance import captured
 
@@ -41,44 +44,99 @@ NOISE = {"smoke": (4, 2, 3), "cpu": (16, 4, 8)}
 """Batches for σ², batches for V, draws for each."""
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """From one task to another."""
+
+    name: str
+    heading: str
+    learnt: str
+    first: Callable[[bool], Task]
+    second: Callable[[bool, dict[str, Tensor]], Task]
+    held: str
+    """What the accuracy is measured on."""
+
+
+TRANSFERS = {
+    case.name: case
+    for case in (
+        Transfer(
+            "packages",
+            "A hard second task: source code",
+            "A small encoder is trained exactly to guess hidden bytes of source code",
+            masked_bytes,
+            packages,
+            f"held-out stretches of the same files. {text_note()}",
+        ),
+        Transfer(
+            "digits",
+            "An easy second task: digits",
+            "A small ViT (dimension 64, depth 3, 16 tokens) is trained exactly on the digits 0 to "
+            "4 of MNIST",
+            low_digits,
+            high_digits,
+            "test images.",
+        ),
+    )
+}
+
+
 def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     sp.keep_pages()
-    out, stored = Path(options.out or FOLDER), Path(options.out or FOLDER) / "results.json"
-    contest = PRESETS[options.preset]
+    out, contest = Path(options.out or FOLDER), PRESETS[options.preset]
     if not options.stored:
-        small = options.preset == "smoke"
-        first, reached = pretrained(masked_bytes(small), FIRST_STEPS[options.preset], out)
-        task = packages(small, first)
-        tails = [tail(task, contest, out, when, NOISE[options.preset]) for when in ("start",)]
-        results = compete(task, contest, out)
-        tails.append(tail(task, contest, out, "end", NOISE[options.preset]))
-        content = {"machine": sheet.made_on(), "title": task.title, "first": reached}
-        sheet.write_json(stored, {**content, "tails": tails, "runs": results})
-    for path in write_results(sheet.read_json(stored), contest, options.preset, out):
+        for name in [options.task] if options.task else list(TRANSFERS):
+            found = transferred(TRANSFERS[name], options.preset, out)
+            sheet.write_json(out / f"{name}.json", found)
+    stored = {name: out / f"{name}.json" for name in TRANSFERS}
+    results = {name: sheet.read_json(file) for name, file in stored.items() if file.is_file()}
+    for path in write_results(results, contest, options.preset, out):
         sys.stdout.write(f"{path}\n")
     return 0
 
 
+def transferred(case: Transfer, preset: str, out: Path) -> dict[str, Any]:
+    """Trains the first task, then all ways on the second."""
+    small, contest = preset == "smoke", PRESETS[preset]
+    first, reached = pretrained(case.first(small), FIRST_STEPS[preset], out)
+    task = case.second(small, first)
+    torch.manual_seed(0)  # the new head
+    tails = [tail(task, task.model(), "start", NOISE[preset])]
+    results = compete(task, contest, out)
+    tails.append(tail(task, trained_exactly(task, results, contest, out), "end", NOISE[preset]))
+    return {
+        "machine": sheet.made_on(),
+        "title": task.title,
+        "first": reached,
+        "tails": tails,
+        "runs": results,
+    }
+
+
 def pretrained(task: Task, steps: int, out: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The encoder after exact training on the first task, and what it has reached."""
-    file = out / "checkpoints" / "first-task.pt"
+    """The model after exact training on the first task, and what it has reached."""
+    file = out / "checkpoints" / f"{task.name}-first.pt"
     trainer = Trainer(task, EXACT, FIRST_RATE, 0, 1.0, steps, 2, file)
     for point in (1, 2):
         trainer.run_to(point)
     return trainer.model.state_dict(), {"steps": steps, "accuracy": trainer.moments[-1].test}
 
 
-def tail(
-    task: Task, contest: Contest, out: Path, when: str, counts: tuple[int, int, int]
-) -> dict[str, Any]:
-    """Before and after fine-tuning: shares of the largest norms, and V/σ² of rows."""
-    torch.manual_seed(0)
+def trained_exactly(
+    task: Task, results: Sequence[dict[str, Any]], contest: Contest, out: Path
+) -> nn.Module:
+    """The model of the chosen exact run of the first seed."""
+    rate = chosen_runs(results, EXACT)[0]["rate"]
+    file = out / "checkpoints" / f"{task.name}-exact-{rate:g}-{contest.seeds[0]}.pt"
     model = task.model()
-    if when == "end":
-        files = (out / "checkpoints").glob(f"{task.name}-exact-*-{contest.seeds[0]}.pt")
-        states = [torch.load(file, weights_only=True) for file in files]
-        model.load_state_dict(max(states, key=lambda s: len(s["moments"]))["model"])
+    model.load_state_dict(torch.load(file, weights_only=True)["model"])
+    return model
+
+
+def tail(task: Task, model: nn.Module, when: str, counts: tuple[int, int, int]) -> dict[str, Any]:
+    """Shares of the largest norms, and V/σ² of rows."""
+    torch.manual_seed(0)
     noise = minibatch_noise(model, task, counts[0], counts[1])
     found = {
         f"{name}/{budget:g}": added_noise(model, task, noise, ESTIMATORS[name], budget, counts[2])
@@ -105,13 +163,23 @@ def share(values: Tensor) -> float:
     return float(values.topk(count).values.sum() / values.sum())
 
 
-def write_results(found: dict[str, Any], contest: Contest, name: str, out: Path) -> list[Path]:
-    runs = found["runs"]
-    written = [sheet.write_csv(out / "results.csv", flat(runs))]
-    written += sheet.picture(
-        out, "finetune", 1, lambda axes: _draw(axes[0], contest, runs), (7.0, 4.2)
-    )
-    written.append(sheet.write_page(out / "README.md", _page(found, contest, name)))
+def write_results(
+    found: dict[str, dict[str, Any]], contest: Contest, preset: str, out: Path
+) -> list[Path]:
+    written: list[Path] = []
+    parts = [
+        f"# Fine-tuning with few rows: preset `{preset}`",
+        f"All ways spend the FLOPs of {contest.length} exact steps, so cheap ways make more of "
+        "them; the learning rate is chosen on validation with the first seed. Accuracies are mean "
+        "± standard deviation over seeds. Times are those of steps made in turns on one thread.",
+    ]
+    for name, content in found.items():
+        runs = content["runs"]
+        written.append(sheet.write_csv(out / f"{name}.csv", flat(runs)))
+        draw = partial(_draw, contest=contest, runs=runs)
+        written += sheet.picture(out, name, 1, draw, (7.0, 4.2))
+        parts += _part(TRANSFERS[name], content, contest, preset)
+    written.append(sheet.write_page(out / "README.md", parts))
     return written
 
 
@@ -120,7 +188,7 @@ def final(run: dict[str, Any]) -> float:
     return float(max(run["moments"], key=lambda m: m["validation"])["test"])
 
 
-def _page(found: dict[str, Any], contest: Contest, name: str) -> list[str]:
+def _part(case: Transfer, found: dict[str, Any], contest: Contest, preset: str) -> list[str]:
     runs, first = found["runs"], found["first"]
     exact = {run["seed"]: run for run in chosen_runs(runs, EXACT)}
     header = ["way", "rate", "FLOPs of a step", "time of a step", "steps", "test accuracy",
@@ -143,22 +211,19 @@ def _page(found: dict[str, Any], contest: Contest, name: str) -> list[str]:
                 ", ".join(f"{v:.1f}" for v in values),
             ]
         )
+    call = f"python -m experiments finetune --preset {preset}"
     return [
-        f"# Fine-tuning with few rows: preset `{name}`",
-        f"A small encoder is trained exactly for {first['steps']} steps to guess hidden bytes "
-        f"({first['accuracy']:.1f} % right), then on another task: {found['title']}. All ways "
-        f"spend the FLOPs of {contest.length} exact steps, so cheap ways make more of them; the "
-        "learning rate is chosen on validation with the first seed. Accuracy on held-out "
-        f"stretches of the same files, mean ± standard deviation over seeds. {text_note()}",
+        f"## {case.heading}",
+        f"{case.learnt} for {first['steps']} steps ({first['accuracy']:.1f} % right), then on "
+        f"another task: {found['title']}. Accuracy on {case.held}",
         sheet.markdown(header, lines),
-        "## Tails",
-        f"The share of the largest {TOP:.0%} in the sum of norms ({TOP:g} if all were equal), of "
-        "samples at the output and of tokens in G (median over layers), and V/σ² ± its standard "
-        "error. **≥**: a lower bound, some of it comes from draws too rare to be met.",
+        f"Tails: the share of the largest {TOP:.0%} in the sum of norms ({TOP:g} if all were "
+        "equal), of samples at the output and of tokens in G (median over layers), and V/σ² ± its "
+        "standard error. **≥**: a lower bound, some of it comes from draws too rare to be met.",
         _tail_table(found["tails"]),
-        "![accuracy against cost](finetune.png)",
-        f"{sheet.stamp(f'python -m experiments finetune --preset {name}', found['machine'])} "
-        "All moments of all runs: [results.csv](results.csv).",
+        f"![accuracy against cost]({case.name}.png)",
+        f"{sheet.stamp(call, found['machine'])} "
+        f"All moments of all runs: [{case.name}.csv]({case.name}.csv).",
     ]
 
 
@@ -182,7 +247,8 @@ def _tail_table(tails: Sequence[dict[str, Any]]) -> str:
     return sheet.markdown(["fine-tuning", "samples", "tokens", *names], rows_)
 
 
-def _draw(panel: Any, contest: Contest, runs: Sequence[dict[str, Any]]) -> None:
+def _draw(axes: Sequence[Any], contest: Contest, runs: Sequence[dict[str, Any]]) -> None:
+    panel = axes[0]
     for way in contest.ways:
         own = chosen_runs(runs, way)
         x = [m["cost"] for m in own[0]["moments"]]

@@ -25,8 +25,9 @@ def add_commands(commands: Any) -> None:
         add("--out", help=f"folder for figures, tables and page ({module.FOLDER})")
         add("--stored", action="store_true", help="measure nothing: page from stored results")
         add("--quiet", action="store_true", help="no progress on the screen")
-        if module is pay:
-            add("--task", choices=tuple(pay.TASKS), help="only this one")
+        if module in (pay, finetune):
+            tasks = pay.TASKS if module is pay else finetune.TRANSFERS
+            add("--task", choices=tuple(tasks), help="only this one")
         if module is weight_variance:
             add("--trajectory", help="folder with the checkpoints of the ViT")
         if module is rows_mnist:

@@ -211,7 +211,7 @@ def packages(small: bool, trained: dict[str, Tensor]) -> Task:
     starts = counts.cumsum(0) - counts
     return Task(
         name="packages",
-        title=f"the same encoder, which of {len(PACKAGES)} packages, batch 64, AdamW",
+        title=f"which of {len(PACKAGES)} packages is a snippet from, batch 64, AdamW",
         model=model,
         draw=balanced,
         loss=F.cross_entropy,
@@ -225,6 +225,56 @@ def packages(small: bool, trained: dict[str, Tensor]) -> Task:
 def _labelled(parts: Sequence[Tensor]) -> Batch:
     labels = [torch.full((len(part),), label) for label, part in enumerate(parts)]
     return torch.cat(list(parts)), torch.cat(labels)
+
+
+def low_digits(small: bool) -> Task:
+    """A small ViT tells 0 to 4 from each other."""
+    return _five_digits(small, 0, lambda: _digits_vit(small))
+
+
+def high_digits(small: bool, trained: dict[str, Tensor]) -> Task:
+    """The same ViT with a new head tells 5 to 9 from each other. Starts from ``trained``."""
+
+    def model() -> nn.Module:
+        vit = _digits_vit(small)
+        head = vit.head
+        vit.head = nn.Identity()  # type: ignore[assignment]
+        vit.load_state_dict({k: v for k, v in trained.items() if not k.startswith("head.")})
+        vit.head = head
+        return vit
+
+    return _five_digits(small, 5, model)
+
+
+def _digits_vit(small: bool) -> ViT:
+    sizes = (16, 1, 2, 32) if small else (64, 3, 4, 256)
+    names = ("dim", "depth", "heads", "hidden")
+    return ViT(image=28, patch=7, channels=1, classes=5, **dict(zip(names, sizes, strict=True)))
+
+
+def _five_digits(small: bool, lowest: int, model: Callable[[], nn.Module]) -> Task:
+    """Of MNIST: the digits from ``lowest`` to four above it."""
+    found = mnist.load(*((1024, 400, 400) if small else (0, 2000, 5000)), "normalised")
+    parts = []
+    for x, y in found:
+        own = (y >= lowest) & (y < lowest + 5)
+        parts.append((x[own], y[own] - lowest))
+    train, validation, test = parts
+    return Task(
+        name=f"digits-{lowest}",
+        title=f"the digits {lowest} to {lowest + 4} of MNIST, batch 128, AdamW",
+        model=model,
+        draw=drawer(*train, _squares),
+        loss=F.cross_entropy,
+        validation=pieces(*validation, _squares),
+        test=pieces(*test, _squares),
+        batch_size=16 if small else 128,
+        inner=in_blocks,
+    )
+
+
+def _squares(rows: Tensor) -> Tensor:
+    return rows.view(-1, 1, 28, 28)
 
 
 def text_note() -> str:

@@ -207,7 +207,7 @@ SMOKE = {
     "variance": ("variance.svg", "break-even", "tokens ‖g‖‖x‖, shuffled"),
     "weight-variance": ("weight-variance.png", "WTA-CRS / ours", "| bytes | 0.3 | 4 |"),
     "pay": ("vit.svg", "Net loss", "FLOPs to"),
-    "finetune": ("finetune.png", "Tails", "against exact"),
+    "finetune": ("digits.png", "Tails", "against exact", "An easy second task"),
 }
 
 
