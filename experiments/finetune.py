@@ -36,7 +36,7 @@ MEASURED = ("tokens", "tokens-input", "samples-one", "sampled")
 TOP = 0.1
 PRESETS = {
     "smoke": Contest(WAYS[:1] + WAYS[3:4] + WAYS[7:8], (1e-3, 2e-3), (0, 1), 6, 2),
-    "cpu": Contest(WAYS, (2e-4, 5e-4, 1.2e-3), (0, 1, 2), 240, 6),
+    "cpu": Contest(WAYS, (2e-4, 5e-4, 1.2e-3, 3e-3), (0, 1, 2), 240, 6),
 }
 FIRST_STEPS = {"smoke": 8, "cpu": 1500}
 FIRST_RATE = 1e-3
