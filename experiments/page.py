@@ -137,7 +137,8 @@ def _ranks(summary: Summary) -> str:
 
 
 def _value(summary: Summary) -> str:
-    return f"{summary.median:.2f} ± {summary.spread:.2f}"
+    spread = f" ± {summary.spread:.2f}" if len(summary.seeds) > 1 else ""
+    return f"{summary.median:.2f}{spread}"
 
 
 def _claims_text(study: Study, found: Mapping[str, Sequence[Summary]]) -> str:
