@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from .selection import Summary
 from .store import write_file
 from .sweep import Figure
 
+WIDTH = 90
+"""Letters in a line under the title."""
 PLACE_LINES = {"all": "-", "last": "--", "first": ":"}
 """As in the appendix of the paper."""
 
@@ -30,7 +33,7 @@ def draw(figure: Figure, summaries: Sequence[Summary], subtitle: str, folder: Pa
         for series in _series(summaries):
             _plot(axes, series, figure)
         _dress(axes, figure, summaries)
-        axes.set_title(f"{figure.title}\n{subtitle}", fontsize=8)
+        axes.set_title(f"{figure.title}\n{textwrap.fill(subtitle, WIDTH)}", fontsize=8)
         written = []
         for suffix in ("png", "svg"):
             content = io.BytesIO()
