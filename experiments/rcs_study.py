@@ -131,17 +131,23 @@ def opening(
 
 def _bias_sentence(bias: Sequence[LayerBias]) -> str:
     literal = [b for b in bias if b.method == "rcs"]
-    wide = [b for b in literal if b.shape == "expands"]
-    other = [b.error for b in literal if b.shape != "expands"]
     rest = [b.error for b in bias if b.method != "rcs"]
     rare = [b.rare for b in bias if b.method == "rcs-corrected"]
+    parts = []
+    for budget in sorted({b.budget for b in literal}):
+        own = [b for b in literal if b.budget == budget]
+        wide = [b for b in own if b.shape == "expands"]
+        other = [b.error for b in own if b.shape != "expands"]
+        parts.append(
+            f"At {budget:g} the mean of the literal RCS's dW is off by "
+            f"{_range([b.error for b in wide])} of ‖dW‖ in layers that expand (row by row by "
+            f"{_range([b.row for b in wide])} in the median), by {_range(other)} in the others."
+        )
     return (
-        f"In layers that expand the mean of the literal RCS's dW is off by "
-        f"{_range([b.error for b in wide])} of ‖dW‖, row by row by "
-        f"{_range([b.row for b in wide])} in the median; in the other layers by {_range(other)}. "
-        f"The corrected RCS and G-SV are off by at most {max(rest):.1e}, which is rounding. "
-        "Leaving out the atoms that are drawn less than once in 1000 steps, the corrected RCS is "
-        f"off by {_range(rare)}."
+        f"{' '.join(parts)} Where more atoms are kept than W can see, the rest of the draws go to "
+        "the unseen ones, and the bias is gone. The corrected RCS and G-SV are off by at most "
+        f"{max(rest):.1e}, which is rounding. Leaving out the atoms that are drawn less than once "
+        f"in 1000 steps, the corrected RCS is off by {_range(rare)}."
     )
 
 
