@@ -57,6 +57,8 @@ class Transfer:
     """What the accuracy is measured on."""
     more_rates: tuple[float, ...] = ()
     """Tried beside those of the preset."""
+    of_source: bool = False
+    """Whether its data are the standard library's source, which differs between versions."""
 
 
 TRANSFERS = {
@@ -68,7 +70,8 @@ TRANSFERS = {
             "A small encoder is trained exactly to guess hidden bytes of source code",
             masked_bytes,
             packages,
-            f"held-out stretches of the same files. {text_note()}",
+            "held-out stretches of the same files.",
+            of_source=True,
         ),
         Transfer(
             "digits",
@@ -78,7 +81,7 @@ TRANSFERS = {
             low_digits,
             high_digits,
             "test images.",
-            (3e-3,),
+            more_rates=(3e-3,),
         ),
     )
 }
@@ -216,11 +219,12 @@ def _part(case: Transfer, found: dict[str, Any], contest: Contest, preset: str) 
             ]
         )
     call = f"python -m experiments finetune --preset {preset}"
+    note = f" {text_note(found['machine'])}" if case.of_source else ""
     rates = ", ".join(f"{rate:g}" for rate in sorted({run["rate"] for run in runs}))
     return [
         f"## {case.heading}",
         f"{case.learnt} for {first['steps']} steps ({first['accuracy']:.1f} % right), then on "
-        f"another task: {found['title']}. Rates tried: {rates}. Accuracy on {case.held}",
+        f"another task: {found['title']}. Rates tried: {rates}. Accuracy on {case.held}{note}",
         sheet.markdown(header, lines),
         f"Tails: the share of the largest {TOP:.0%} in the sum of norms ({TOP:g} if all were "
         "equal), of samples at the output and of tokens in G (median over layers), and V/σ² ± its "

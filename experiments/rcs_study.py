@@ -145,7 +145,8 @@ def _bias_sentence(bias: Sequence[LayerBias]) -> str:
         )
     return (
         f"{' '.join(parts)} Where more atoms are kept than W can see, the rest of the draws go to "
-        "the unseen ones, and the bias is gone. The corrected RCS and G-SV are off by at most "
+        "the unseen ones, and the bias is gone; in square layers it is of directions that W sees "
+        "less than rounding. The corrected RCS and G-SV are off by at most "
         f"{max(rest):.1e}, which is rounding. Leaving out the atoms that are drawn less than once "
         f"in 1000 steps, the corrected RCS is off by {_range(rare)}."
     )

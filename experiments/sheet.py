@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import platform
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ def made_on() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "sketchprop": sp.__version__,
+        "python": platform.python_version(),
     }
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -277,5 +277,5 @@ def _squares(rows: Tensor) -> Tensor:
     return rows.view(-1, 1, 28, 28)
 
 
-def text_note() -> str:
-    return f"The text is that of Python {sys.version.split()[0]}: another version gives another."
+def text_note(machine: Mapping[str, Any]) -> str:
+    return f"The text is that of Python {machine['python']}: another version gives another."

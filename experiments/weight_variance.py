@@ -250,9 +250,9 @@ def _page(found: dict[str, Any], models: Sequence[str], preset: Preset, name: st
         "For the real G and X of every linear layer in the blocks, at equal numbers of rows, from "
         "closed forms: no draws, no sampling error beyond the one batch of "
         f"{preset.size} samples at each step. `vit`: the small ViT on CIFAR-10; `bytes`: an "
-        f"encoder that guesses hidden bytes of source code. {text_note()} All gradients that "
-        "arrive from above are exact. VCAS: independent coins with p ∝ ‖g‖‖x‖ (its SampleW), "
-        "WTA-CRS: the unbiased form of its paper. Above 1 is worse than ours.",
+        f"encoder that guesses hidden bytes of source code. {text_note(found['machine'])} All "
+        "gradients that arrive from above are exact. VCAS: independent coins with p ∝ ‖g‖‖x‖ (its "
+        "SampleW), WTA-CRS: the unbiased form of its paper. Above 1 is worse than ours.",
         verdict,
         sheet.markdown(header, lines),
         "![Variance of dW over that of ours](weight-variance.png)",

@@ -211,6 +211,14 @@ def test_smoke_makes_the_figure_from_nothing(tmp_path, capsys, model, small_data
                  "What a step costs", "undecided"):  # fmt: skip
         assert text in page
     assert "nan" not in page
+    opening = page.split("## What came out")[1].split("## ")[0]
+    means = [
+        float(line.split("|")[-3])
+        for line in opening.splitlines()
+        if "| +" in line or "| -" in line
+    ]
+    assert len(means) == len(SERIES)
+    assert means == sorted(means, reverse=True)
     rows = read_rows(out, VIT.schema)
     exact = next(row for row in rows if not row["sketch"])
     l1 = next(row for row in rows if row["sketch"].startswith("L1(0.1"))

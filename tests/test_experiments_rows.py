@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import loop, mnist, pay, variance, weight_variance
+from experiments import loop, mnist, pay, tasks, variance, weight_variance
 from experiments.__main__ import main
 from experiments.mnist_study import MNIST
 from experiments.sweep import Run
@@ -209,6 +209,20 @@ SMOKE = {
     "pay": ("vit.svg", "Net loss", "FLOPs to"),
     "finetune": ("digits.png", "Tails", "against exact", "An easy second task"),
 }
+
+
+@pytest.mark.usefixtures("real_data")
+def test_the_second_task_starts_from_the_first_with_a_new_head():
+    first = tasks.low_digits(True).model()
+    second = tasks.high_digits(True, first.state_dict())
+    model = second.model()
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]) != name.startswith("head."), name
+    batch = second.draw(torch.Generator().manual_seed(0), 64)
+    assert set(batch[1].tolist()) == set(range(5))
+    train = mnist.load(1024, 400, 400, "normalised").train
+    shown = [y for x, y in zip(*train, strict=True) if torch.equal(x, batch[0][0].flatten())]
+    assert int(batch[1][0]) + 5 in map(int, shown)
 
 
 @pytest.mark.usefixtures("real_data")

@@ -1,0 +1,35 @@
+"""Committed pages are what the committed code makes of the committed numbers."""
+
+import shutil
+
+import pytest
+import torch
+
+from docs_pages import DOCS
+from experiments.__main__ import main
+
+COMMANDS = {
+    "mnist-cpu": ["mnist"],
+    "cifar-vit-cpu": ["cifar", "--model", "vit"],
+    "cifar-bagnet17-cpu": ["cifar", "--model", "bagnet17"],
+    "rcs-cpu": ["rcs"],
+    "rows-pay": ["pay"],
+    "rows-finetune": ["finetune"],
+    "rows-variance": ["variance"],
+    "rows-weight-variance": ["weight-variance"],
+}
+
+
+@pytest.mark.parametrize("folder", COMMANDS)
+def test_a_page_is_drawn_from_its_numbers(folder, tmp_path, capsys):
+    committed, out = DOCS / "results" / folder, tmp_path / folder
+    kept = shutil.ignore_patterns("checkpoints", "runs.sqlite*", "README.md")
+    shutil.copytree(committed, out, ignore=kept)
+    threads = torch.get_num_threads()
+    try:
+        call = [*COMMANDS[folder], "--preset", "cpu", "--stored", "--quiet", "--out", str(out)]
+        assert main(call) == 0
+    finally:
+        torch.set_num_threads(threads)
+        capsys.readouterr()
+    assert (out / "README.md").read_text() == (committed / "README.md").read_text()
