@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .checkpoints import Checkpoints
-from .claims import Claim, all_layers, pairs
+from .claims import CONFIRMED, LEVEL, Claim, Comparison, all_layers, check, pairs
 from .methods import METHODS, Method
 from .selection import Summary
 from .store import Row, Schema
-from .study import Study
+from .study import Study, told_choice, told_widening
 from .sweep import Cell, Figure, Protocol, Run
 
 PROTOCOL_VERSION = 1
@@ -140,10 +140,9 @@ def told(protocol: Protocol) -> list[str]:
         f"{describe(protocol)}. {way}, weight decay {protocol.weight_decay:g}, warm-up over "
         f"{protocol.warmup_epochs:g} epochs, cosine to {protocol.final_rate:g}, dropout "
         f"{protocol.dropout:g}, random crops with a padding of 4 and flips, no clipping. Learning "
-        f"rates {rates}, the baseline's is {cell.learning_rate(0):.3g}; {_widening(protocol)}. "
-        f"{protocol.validation_rows} training images are "
-        "kept apart: learning rate and epoch are chosen on them for each seed, and the accuracy is "
-        f"that of {protocol.test_rows or 10000} test images at this choice. The paper's 'best "
+        f"rates {rates}, the baseline's is {cell.learning_rate(0):.3g}; {told_widening(protocol)}. "
+        f"{protocol.validation_rows} training images are kept apart: "
+        f"{told_choice(protocol, f'{protocol.test_rows or 10000} test images')}. The paper's 'best "
         "accuracy', the highest on the test set itself, is an extra column.",
         f"Every linear layer and 1×1 convolution is sketched except {left}. Formulas are the "
         "paper's, literally (`paper=True`, bias gradient from the sketch); the rows of a layer are "
@@ -154,46 +153,49 @@ def told(protocol: Protocol) -> list[str]:
     ]
 
 
-def _widening(protocol: Protocol) -> str:
-    if not protocol.widen:
-        return "where a seed's best rate sits at an edge, none beyond it is tried"
-    return f"where a seed's best rate sits at an edge, up to {protocol.widen} more beyond it"
-
-
 def ranking(found: Mapping[str, Sequence[Summary]], rows: Sequence[Row]) -> list[str]:
     """The methods by their mean over the budgets, best first, and how far to trust it."""
     summaries = [s for group in found.values() for s in group]
     exact = next((s for s in summaries if not s.point.cell.sketch), None)
-    methods = dict.fromkeys(s.point.method for s in summaries if s is not exact)
-    by_method = {
-        method: {s.point.budget: s.median for s in summaries if s.point.method == method}
-        for method in methods
-    }
-    budgets = sorted({budget for own in by_method.values() for budget in own})
-    whole = {m: own for m, own in by_method.items() if len(own) == len(budgets)}
+    points = {s.point.key: s for s in summaries if s is not exact}
+    budgets = sorted({budget for _, _, budget in points})
+    series = dict.fromkeys(key[:2] for key in points)
+    whole = [own for own in series if all((*own, budget) in points for budget in budgets)]
     if exact is None or not whole:
         return []
-    means = {method: statistics.mean(own.values()) for method, own in whole.items()}
+    means = {own: [_mean(points[*own, budget]) for budget in budgets] for own in whole}
+    order = sorted(whole, key=lambda own: -statistics.mean(means[own]))
     lines = [
-        f"| | {' | '.join(f'kept {b:g}' for b in budgets)} | mean | to exact |",
-        "|---" * (len(budgets) + 3) + "|",
+        f"| | {' | '.join(f'kept {b:g}' for b in budgets)} | mean | to exact | surely above |",
+        "|---" * (len(budgets) + 4) + "|",
     ]
-    for method in sorted(means, key=lambda m: -means[m]):
-        values = " | ".join(f"{whole[method][b]:.1f}" for b in budgets)
+    for own in order:
+        below = [
+            METHODS[other[0]].label
+            for other in order
+            if (outcome := check(Comparison(own, other), points)) and outcome.verdict == CONFIRMED
+        ]
+        mean = statistics.mean(means[own])
         lines.append(
-            f"| {METHODS[method].label} | {values} | {means[method]:.1f} | "
-            f"{means[method] - exact.median:+.1f} |"
+            f"| {METHODS[own[0]].label} | {' | '.join(f'{value:.1f}' for value in means[own])} | "
+            f"{mean:.1f} | {mean - _mean(exact):+.1f} | {', '.join(below)} |"
         )
-    seeds, share = len(exact.seeds), exact.median / 100
+    seeds, share = len(exact.seeds), _mean(exact) / 100
     count = exact.point.cell.test_rows or 10000
     error = 100 * (share * (1 - share) / (count * seeds)) ** 0.5
     text = (
-        f"Test accuracy, best mean first; exact training reaches {exact.median:.1f}. Seeds: "
-        f"{seeds}. {count} test images alone give a value a standard error of {error:.1f} points, "
-        f"the mean of a line {error / len(budgets) ** 0.5:.1f}, seeds and the choice of the rate "
-        "come on top: neighbours in this order cannot be told apart."
+        f"Test accuracy, mean over seeds ({seeds}), best first; exact training reaches "
+        f"{_mean(exact):.1f}. {count} test images alone give a value a standard error of "
+        f"{error:.1f} points, the mean of a line {error / len(budgets) ** 0.5:.1f}; seeds and the "
+        "choice of the rate come on top. 'Surely above' names the methods that lie below at "
+        f"p ≤ {LEVEL:g} in the paired test that decides the claims below; others cannot be told "
+        "apart."
     )
     return ["## What came out", text, "\n".join(lines)]
+
+
+def _mean(summary: Summary) -> float:
+    return statistics.mean(result.test for result in summary.seeds.values())
 
 
 def cost_part(found: Mapping[str, Sequence[Summary]], rows: Sequence[Row]) -> list[str]:

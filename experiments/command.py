@@ -13,7 +13,7 @@ from .methods import ExperimentError
 from .page import write_results
 from .store import Row, Store, read_rows, write_table
 from .study import Study
-from .sweep import Point, Sweep
+from .sweep import Point, Sweep, waiting_seeds
 
 
 def add_options(parser: argparse.ArgumentParser, name: str, figures: Sequence[str]) -> None:
@@ -53,9 +53,14 @@ def plan(study: Study, points: Sequence[Point], out: Path, workers: int) -> str:
     rows = read_rows(out, study.schema) if (out / "runs.sqlite").is_file() else []
     tasks = missing_tasks(points, rows)
     runs, seconds = sum(len(t.runs) for t in tasks), sum(t.cost for t in tasks)
+    scores = {row["run"]: row["validation_accuracy"] for row in rows}
+    waiting = [(p.cell, len(waiting_seeds(p, scores))) for p in points]
+    later = sum(count for _, count in waiting)
+    seconds += sum(cell.cost(count) for cell, count in waiting if count)
+    more = f", {later} more when their learning rate is chosen" if later else ""
     workers = max(1, workers)
     return (
-        f"{runs} runs in {len(tasks)} stacks are missing: about {seconds / 3600:.2f} "
+        f"{runs} runs in {len(tasks)} stacks are missing{more}: about {seconds / 3600:.2f} "
         f"core-hours, {seconds / 3600 / workers:.2f} hours with --workers {workers}, "
         "before widened grids\n"
     )

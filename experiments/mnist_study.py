@@ -10,7 +10,7 @@ from .checkpoints import Checkpoints
 from .claims import CLAIMS
 from .methods import ExperimentError, Method
 from .store import Schema
-from .study import Study
+from .study import Study, told_choice, told_widening
 from .sweep import Cell, Figure, Protocol, Run
 
 PIXELS = {"unit": (0.0, 1.0), "normalised": (0.1307, 0.3081)}
@@ -108,10 +108,9 @@ def told(protocol: Protocol) -> list[str]:
     rates = ", ".join(f"{10 ** (-i / 4):.3g}" for i in protocol.learning_rates)
     return [
         f"{describe(protocol)}. SGD without momentum or schedule, cross-entropy, gradient clipping "
-        f"at norm {protocol.clip:g}, learning rates {rates}; where a seed's best rate sits at an "
-        f"edge, up to {protocol.widen} more beyond it. {protocol.validation_rows} training images "
-        "are kept apart: learning rate and epoch are chosen on them for each seed, and the "
-        "accuracy is that of the test set at this choice. The paper's 'best accuracy', the highest "
+        f"at norm {protocol.clip:g}, learning rates {rates}; {told_widening(protocol)}. "
+        f"{protocol.validation_rows} training images are kept apart: "
+        f"{told_choice(protocol, 'the test set')}. The paper's 'best accuracy', the highest "
         "on the test set itself, is an extra column. The batch size and the "
         f"scaling of pixels ({protocol.pixels}) are not given in the paper; `unit` ([0, 1]) was "
         "taken after both it and `normalised` had been seen on the test set under 50 epochs. "

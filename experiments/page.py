@@ -14,7 +14,7 @@ from .methods import EXACT, METHODS
 from .selection import Results, Summary
 from .store import TABLE, Row, write_file
 from .study import Study
-from .sweep import Point, Sweep
+from .sweep import Sweep
 
 PAGE, SUMMARY = "README.md", "summary.csv"
 SHOWN = 8
@@ -143,7 +143,7 @@ def _value(summary: Summary) -> str:
 
 def _claims_text(study: Study, found: Mapping[str, Sequence[Summary]]) -> str:
     used = [s for name, group in found.items() for s in group if name not in study.no_claims]
-    points = {_key(s.point): s for s in used}
+    points = {s.point.key: s for s in used}
     parts = [
         "Each comparison is paired by seed (same initial weights, same batches): the mean "
         "difference in test accuracy over the budgets, in percentage points, ± its standard error, "
@@ -184,7 +184,3 @@ def _difference(outcome: claims.Outcome) -> str:
     """With its standard error, where there are two seeds to tell it from."""
     error = "" if math.isnan(outcome.error) else f" ± {outcome.error:.2f}"
     return f"{outcome.difference:+.2f}{error}"
-
-
-def _key(point: Point) -> claims.Key:
-    return point.method, point.place, point.budget

@@ -124,7 +124,7 @@ def opening(
     bias: Sequence[LayerBias], found: Mapping[str, Sequence[Summary]], rows: Sequence[Row]
 ) -> list[str]:
     """The answer, from the numbers below."""
-    points = {(s.point.method, s.point.place, s.point.budget): s for g in found.values() for s in g}
+    points = {s.point.key: s for group in found.values() for s in group}
     lines = [_bias_sentence(bias), *_accuracy_sentences(points)]
     return ["## What came out", "\n".join(f"- {line}" for line in lines)]
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .store import Row
-from .sweep import Point, best_run, planned_runs
+from .sweep import Point, best_rate, planned_runs
 
 
 @dataclass(frozen=True)
 class SeedResult:
-    """What one seed reached at its own best learning rate."""
+    """What one seed reached at the learning rate chosen for it."""
 
     test: float
     best_test: float
@@ -72,20 +72,26 @@ class Results:
         planned = planned_runs(point, self._scores)
         if any(run.identity not in self._rows for run in planned):
             return None
+        found: dict[int, dict[int, Row]] = {}
+        for run in planned:
+            found.setdefault(run.seed, {})[run.rate_index] = self._rows[run.identity]
         seeds = {}
-        for seed in point.protocol.seeds:
-            own = [run for run in planned if run.seed == seed]
-            chosen = best_run(own, self._scores)
-            row = self._rows[chosen.identity]
-            indices = [run.rate_index for run in own]
-            seeds[seed] = SeedResult(
-                test=row["test_accuracy"],
-                best_test=max(self._rows[run.identity]["best_test_accuracy"] for run in own),
-                learning_rate=chosen.learning_rate,
-                epoch=row["best_epoch"],
-                clipped=row["clipped_fraction"],
-                at_edge=chosen.rate_index in (min(indices), max(indices)),
-            )
+        for choosing, following in point.protocol.groups():
+            tried = [run for run in planned if run.seed in choosing]
+            best, indices = best_rate(tried, self._scores), [run.rate_index for run in tried]
+            for seed in (*choosing, *following):
+                own = {
+                    run.rate_index: self._rows[run.identity] for run in planned if run.seed == seed
+                }
+                row = own[best]
+                seeds[seed] = SeedResult(
+                    test=row["test_accuracy"],
+                    best_test=max(r["best_test_accuracy"] for r in found[seed].values()),
+                    learning_rate=point.cell.learning_rate(best),
+                    epoch=row["best_epoch"],
+                    clipped=row["clipped_fraction"],
+                    at_edge=best in (min(indices), max(indices)),
+                )
         rows = [self._rows[run.identity] for run in planned]
         diverged = sum(row["diverged_epoch"] > 0 for row in rows)
         return Summary(point, seeds, tuple(rows[0]["ranks"]), len(rows), diverged)

@@ -17,6 +17,28 @@ def nothing(found: Mapping[str, Sequence[Summary]], rows: Sequence[Row]) -> Sequ
     return ()
 
 
+def told_widening(protocol: Protocol) -> str:
+    """What happens at an edge of the grid of learning rates."""
+    whose = "the" if protocol.tuning_seeds else "a seed's"
+    if not protocol.widen:
+        return f"where {whose} best rate sits at an edge, none beyond it is tried"
+    return f"where {whose} best rate sits at an edge, up to {protocol.widen} more beyond it"
+
+
+def told_choice(protocol: Protocol, tested: str) -> str:
+    """What images kept apart are for; ``tested`` names those that give the accuracy."""
+    at = f"and the accuracy is that of {tested} at this choice"
+    count = protocol.tuning_seeds
+    if not count:
+        return f"learning rate and epoch are chosen on them for each seed, {at}"
+    first = "the first seed" if count == 1 else f"the mean of the first {count} seeds"
+    return (
+        f"the epoch is chosen on them for each seed, the learning rate once for all seeds, by "
+        f"{first}, {at}. Luck in the choice of a rate is common to all seeds: no error below "
+        "counts it"
+    )
+
+
 @dataclass(frozen=True)
 class Study:
     """All that differs between two studies on one engine, store, figures and page."""

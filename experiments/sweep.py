@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -114,12 +115,21 @@ class Protocol(ABC):
     seeds: tuple[int, ...] = (0, 1, 2)
     budgets: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5)
     widen: int = 2
+    tuning_seeds: int = 0
+    """How many seeds try all learning rates and choose one for all; 0: each for itself."""
     stack: int = 1
     checkpoint_seconds: float = 60.0
 
     @abstractmethod
     def cell(self, method: Method, budget: float, place: str) -> Cell:
         """What is trained for a point of a series."""
+
+    def groups(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Seeds that share a learning rate: those that choose it, those that follow."""
+        first = self.tuning_seeds
+        if not first:
+            return [((seed,), ()) for seed in self.seeds]
+        return [(self.seeds[:first], self.seeds[first:])]
 
     def problem(self) -> str:
         """What is wrong with the values; empty if nothing is."""
@@ -128,6 +138,8 @@ class Protocol(ABC):
                 return f"{name} is empty; give at least one"
         if min(self.epochs, self.batch_size, self.stack, self.validation_rows) < 1:
             return "epochs, batch_size, stack and validation_rows must be at least 1"
+        if not 0 <= self.tuning_seeds <= len(self.seeds):
+            return f"tuning_seeds = {self.tuning_seeds}; use 0 (each seed) to {len(self.seeds)}"
         return ""
 
     def shared(self, method: Method, budget: float, place: str) -> dict[str, Any]:
@@ -152,6 +164,10 @@ class Point:
     place: str
     budget: float
     protocol: Protocol
+
+    @property
+    def key(self) -> tuple[str, str, float]:
+        return self.method, self.place, self.budget
 
     @cached_property
     def cell(self) -> Cell:
@@ -255,33 +271,43 @@ def _only(given: Iterable[str], allowed: Iterable[str], where: str) -> None:
 def planned_runs(point: Point, scores: Mapping[str, float]) -> list[Run]:
     """The runs that a point needs, knowing the validation accuracy of those already done.
 
-    Where a seed's best learning rate sits at an edge of the grid, the grid goes on beyond that
-    edge for this seed, at most ``widen`` rates on each side.
+    Where the best learning rate sits at an edge of the grid, the grid goes on beyond that edge for
+    the seeds that chose it, at most ``widen`` rates on each side. Seeds that leave the choice to
+    others follow when it is made.
     """
     protocol, cell = point.protocol, point.cell
     grid = sorted(set(protocol.learning_rates))
     runs: list[Run] = []
-    for seed in protocol.seeds:
+    for choosing, following in protocol.groups():
         own = list(grid)
         while True:
-            planned = [Run(cell, index, seed) for index in own]
+            planned = [Run(cell, index, seed) for seed in choosing for index in own]
             if any(run.identity not in scores for run in planned):
                 break
-            best = best_run(planned, scores).rate_index
+            best = best_rate(planned, scores)
             up, down = own[0] - _gap(own[:2]), own[-1] + _gap(own[-2:])
             if best == own[0] and own[0] > grid[0] - protocol.widen * _gap(own[:2]):
                 own.insert(0, up)
             elif best == own[-1] and own[-1] < grid[-1] + protocol.widen * _gap(own[-2:]):
                 own.append(down)
             else:
+                planned += [Run(cell, best, seed) for seed in following]
                 break
         runs += planned
     return runs
 
 
-def best_run(runs: Sequence[Run], scores: Mapping[str, float]) -> Run:
-    """The highest validation accuracy; of equals the smallest learning rate."""
-    return max(runs, key=lambda run: (scores[run.identity], run.rate_index))
+def waiting_seeds(point: Point, scores: Mapping[str, float]) -> set[int]:
+    """Those that follow a choice that is not made yet."""
+    return set(point.protocol.seeds) - {run.seed for run in planned_runs(point, scores)}
+
+
+def best_rate(runs: Sequence[Run], scores: Mapping[str, float]) -> int:
+    """The index with the highest mean validation accuracy; of equals the smallest learning rate."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        found.setdefault(run.rate_index, []).append(scores[run.identity])
+    return max(found, key=lambda index: (statistics.fmean(found[index]), index))
 
 
 def _gap(ends: Sequence[int]) -> int:

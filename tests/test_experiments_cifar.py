@@ -19,8 +19,9 @@ from experiments.__main__ import main
 from experiments.cifar_study import BAGNET, STUDIES, VIT, CifarProtocol
 from experiments.methods import METHODS, ExperimentError, make_sketch
 from experiments.rcs_study import RCS
+from experiments.selection import SeedResult, Summary
 from experiments.store import DATABASE, TABLE, read_rows
-from experiments.sweep import Run, planned_runs
+from experiments.sweep import Point, Run, planned_runs
 from sketchprop import data
 from sketchprop.diagnostics import expected_gradients
 from sketchprop.modules import SketchedModule
@@ -213,7 +214,7 @@ def test_smoke_makes_the_figure_from_nothing(tmp_path, capsys, model, small_data
     assert "nan" not in page
     opening = page.split("## What came out")[1].split("## ")[0]
     means = [
-        float(line.split("|")[-3])
+        float(line.split("|")[-4])
         for line in opening.splitlines()
         if "| +" in line or "| -" in line
     ]
@@ -228,6 +229,27 @@ def test_smoke_makes_the_figure_from_nothing(tmp_path, capsys, model, small_data
     before = {p.name: p.read_bytes() for p in out.glob("*.*") if p.suffix != ".png"}
     assert main([*command, "--stored"]) == 0
     assert {name: (out / name).read_bytes() for name in before} == before
+
+
+def test_the_order_says_who_is_surely_above_whom():
+    protocol = CifarProtocol(seeds=tuple(range(5)), budgets=(0.1, 0.5))
+
+    def line(name, gains, budgets=(0.1, 0.5)):
+        for budget in budgets:
+            seeds = {s: SeedResult(30 + s + g, 0, 0.1, 1, 0, False) for s, g in enumerate(gains)}
+            yield Summary(Point(name, "all", budget, protocol), seeds, (), 5, 0)
+
+    found = [*line("exact", [10] * 5, (1.0,)), *line("l1", [0, 0, 0, 0, 0.5])]
+    found += [*line("rcs", [2, 2, 1.5, 2, 1.5]), *line("ds", [1, -1, 1, -1, 1])]
+    title, text, table = cifar_study.ranking({"cifar": found}, ())
+    assert title == "## What came out"
+    assert "mean over seeds (5), best first; exact training reaches 42.0" in text
+    assert table.splitlines()[2:] == [
+        "| RCS | 33.8 | 33.8 | 33.8 | -8.2 | DS, ℓ1 |",
+        "| DS | 32.2 | 32.2 | 32.2 | -9.8 |  |",
+        "| ℓ1 | 32.1 | 32.1 | 32.1 | -9.9 |  |",
+    ]
+    assert cifar_study.ranking({"cifar": found[1:]}, ()) == []  # nothing to compare with
 
 
 TINY = """

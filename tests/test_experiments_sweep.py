@@ -153,6 +153,7 @@ def test_identity_is_pinned():
         ("[protocol]\nseeds = []", "seeds is empty"),
         ("[protocol]\nbudgets = [1.5]", r"budget=1.5 is not a kept fraction"),
         ("[protocol]\nstack = 0", "must be at least 1"),
+        ("[protocol]\nseeds = [0]\ntuning_seeds = 2", "tuning_seeds = 2; use 0 .* to 1"),
         ("sweeps = 1", "sweeps is unknown; use extra, figures, protocol"),
         ("figures = ['3']", "figure '3' is unknown; use 1a"),
         ("[protocol", "is not valid TOML"),
@@ -194,9 +195,24 @@ def test_the_grid_widens_where_the_best_rate_is_at_an_edge():
     assert plan({0: 99}, widen=0) == {0: [2, 4, 6]}
 
 
+def test_some_seeds_choose_the_rate_of_all():
+    """The others wait for the choice, then train at that rate alone."""
+    best = {0: 4, 1: 4, 2: 6}
+    assert plan(best, (0, 1, 2), tuning_seeds=1) == {0: [2, 4, 6], 1: [4], 2: [4]}
+    assert plan(best, (0, 1, 2), tuning_seeds=2) == {0: [2, 4, 6], 1: [2, 4, 6], 2: [4]}
+    # The mean decides, of widening too: alone, seed 0 would go on to 0.
+    grid = [2, 4, 6]
+    far = {0: 2, 1: 4, 2: 4, 3: 6}
+    assert plan(far, (0, 1, 2, 3), tuning_seeds=3) == {0: grid, 1: grid, 2: grid, 3: [4]}
+    assert plan({0: 6, 1: 4}, (0, 1), tuning_seeds=1) == {0: [2, 4, 6, 8], 1: [6]}
+    point = Point("l1", "all", 0.1, Protocol(learning_rates=(2, 4), tuning_seeds=1))
+    assert {run.seed for run in planned_runs(point, {})} == {0}
+    assert sweep.waiting_seeds(point, {}) == {1, 2}
+
+
 def test_of_equal_rates_the_smallest_is_best():
     runs = [Run(Protocol().cell(METHODS["l1"], 0.1, "all"), i, 0) for i in (0, 1, 2)]
-    assert sweep.best_run(runs, dict.fromkeys((r.identity for r in runs), 9.8)) is runs[2]
+    assert sweep.best_rate(runs, dict.fromkeys((r.identity for r in runs), 9.8)) == 2
 
 
 def test_choice_on_validation_accuracy_from_test():
@@ -225,6 +241,31 @@ def test_choice_on_validation_accuracy_from_test():
     assert [summary.seeds[s].at_edge for s in (0, 1)] == [False, True]
     assert (summary.median, summary.best_median, summary.diverged) == (94.5, 97.5, 1)
     assert Results(rows[1:]).summary(point) is None
+
+
+def test_a_seed_that_follows_is_judged_at_the_rate_of_those_that_chose():
+    protocol = Protocol(learning_rates=(0, 2), seeds=(0, 1, 2), widen=0, tuning_seeds=2)
+    point = Point("l1", "all", 0.1, protocol)
+    values = {(0, 0): 90, (0, 2): 80, (1, 0): 70, (1, 2): 75, (2, 0): 60, (2, 2): 99}
+    rows = [
+        {
+            "run": Run(point.cell, rate, seed).identity,
+            "validation_accuracy": value,
+            "test_accuracy": value - 1,
+            "best_test_accuracy": value,
+            "best_epoch": 1,
+            "clipped_fraction": 0.0,
+            "diverged_epoch": 0,
+            "ranks": [6],
+        }
+        for (seed, rate), value in values.items()
+    ]
+    summary = Results(rows).summary(point)
+    assert [summary.seeds[s].test for s in (0, 1, 2)] == [89, 69, 59]
+    assert [summary.seeds[s].best_test for s in (0, 1, 2)] == [90, 75, 60]
+    assert {result.learning_rate for result in summary.seeds.values()} == {1.0}
+    assert summary.runs == 5
+    assert Results(rows[:4]).summary(point) is None
 
 
 def summaries(name, place="all", values=(), budgets=(0.05, 0.5)):
