@@ -13,6 +13,7 @@ COMMANDS = {
     "cifar-vit-cpu": ["cifar", "--model", "vit"],
     "cifar-bagnet17-cpu": ["cifar", "--model", "bagnet17"],
     "rcs-cpu": ["rcs"],
+    "rows-mnist": ["rows-mnist"],
     "rows-pay": ["pay"],
     "rows-finetune": ["finetune"],
     "rows-variance": ["variance"],
