@@ -165,10 +165,8 @@ def ranking(found: Mapping[str, Sequence[Summary]], rows: Sequence[Row]) -> list
         return []
     means = {own: [_mean(points[*own, budget]) for budget in budgets] for own in whole}
     order = sorted(whole, key=lambda own: -statistics.mean(means[own]))
-    lines = [
-        f"| | {' | '.join(f'kept {b:g}' for b in budgets)} | mean | to exact | surely above |",
-        "|---" * (len(budgets) + 4) + "|",
-    ]
+    heads = [*(f"kept {b:g}" for b in budgets), "mean", "to exact", f"above (p ≤ {LEVEL:g})"]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for own in order:
         below = [
             METHODS[other[0]].label
@@ -187,8 +185,8 @@ def ranking(found: Mapping[str, Sequence[Summary]], rows: Sequence[Row]) -> list
         f"Test accuracy, mean over seeds ({seeds}), best first; exact training reaches "
         f"{_mean(exact):.1f}. {count} test images alone give a value a standard error of "
         f"{error:.1f} points, the mean of a line {error / len(budgets) ** 0.5:.1f}; seeds and the "
-        "choice of the rate come on top. 'Surely above' names the methods that lie below at "
-        f"p ≤ {LEVEL:g} in the paired test that decides the claims below; others cannot be told "
+        "choice of the rate come on top. The last column names the methods that a line is above by "
+        "the paired test that decides the claims; two that do not name each other cannot be told "
         "apart."
     )
     return ["## What came out", text, "\n".join(lines)]

@@ -231,7 +231,7 @@ def test_smoke_makes_the_figure_from_nothing(tmp_path, capsys, model, small_data
     assert {name: (out / name).read_bytes() for name in before} == before
 
 
-def test_the_order_says_who_is_surely_above_whom():
+def test_the_order_says_who_is_above_whom():
     protocol = CifarProtocol(seeds=tuple(range(5)), budgets=(0.1, 0.5))
 
     def line(name, gains, budgets=(0.1, 0.5)):
