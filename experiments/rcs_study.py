@@ -13,9 +13,8 @@ from functools import partial
 
 import torch
 
-from . import cifar_study, claims
+from . import cifar, cifar_study, claims
 from .bias import TABLE, LayerBias, measure_bias, read_bias, write_bias
-from .cifar import layer_shapes, load, model_of, recipe_of
 from .cifar_study import SCHEMA, VIT, CifarCell, CifarProtocol, cost_part
 from .claims import Claim, all_layers, pairs
 from .command import out_folder, run_study
@@ -94,14 +93,14 @@ def measured(sweep: Sweep) -> list[LayerBias]:
     cell = protocol.cell(METHODS[EXACT], 1.0, "all")
     middle = sorted(protocol.learning_rates)[len(protocol.learning_rates) // 2]
     one = Run(cell, middle, protocol.seeds[0])
-    pictures = load(cell.train_rows, cell.validation_rows, cell.test_rows)
+    pictures = cifar.load(cell.train_rows, cell.validation_rows, cell.test_rows)
     methods = [(name, budget) for name in MEASURED for budget in protocol.budgets]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng():
-            model = initialised(lambda: model_of(cell), one.seed)
-            trainer = Trainer(model, pictures, recipe_of(one), one.seed, torch.device("cpu"))
+            model = initialised(lambda: cifar.model_of(cell), one.seed)
+            trainer = Trainer(model, pictures, cifar.recipe_of(one), one.seed, torch.device("cpu"))
             trainer.start()
             return _along(trainer, cell, methods)
     finally:
@@ -111,7 +110,7 @@ def measured(sweep: Sweep) -> list[LayerBias]:
 def _along(
     trainer: Trainer, cell: CifarCell, methods: Sequence[tuple[str, float]]
 ) -> list[LayerBias]:
-    layers, batch = list(layer_shapes(cell)), trainer.first_batch()
+    layers, batch = list(cifar.layer_shapes(cell)), trainer.first_batch()
     found: list[LayerBias] = []
     for moment in sorted({round(share * trainer.total) for share in MOMENTS}):
         while trainer.steps < moment:
