@@ -29,6 +29,7 @@ from .mnist import sampled_share
 from .mnist_study import MNIST, MnistCell, MnistProtocol, describe
 from .selection import Results, Summary
 from .store import Store, read_rows, write_table
+from .study import told_choice, told_widening
 from .sweep import Cell, Point, Sweep
 
 FOLDER = "docs/results/rows-mnist"
@@ -193,11 +194,11 @@ def _page(
     return [
         f"# Rows by importance on MNIST: preset `{preset}`",
         f"{describe(sweep.protocol)}. SGD, gradient clipping at norm {sweep.protocol.clip:g} as in "
-        "the paper, learning rate and epoch chosen on "
-        f"{sweep.protocol.validation_rows} training images for each seed, from a grid that widens "
-        "at its edges; mean test accuracy ± standard deviation over seeds. FLOPs (forward, scores, "
-        "decompositions and draws included) and time are those of a step without its optimizer, as "
-        f"ratios to exact. {_time_text(costs['cells'])}",
+        f"the paper, learning rates on a grid; {told_widening(sweep.protocol)}. "
+        f"{sweep.protocol.validation_rows} training images are kept apart: "
+        f"{told_choice(sweep.protocol, 'the test set')}; mean ± standard deviation over seeds. "
+        "FLOPs (forward, scores, decompositions and draws included) and time are those of a step "
+        f"without its optimizer, as ratios to exact. {_time_text(costs['cells'])}",
         "`rows by importance`: every layer draws rows of G by ‖g_b‖; what the last layer keeps, "
         "all others keep. `sampled_backward`: the function itself. The control is one uniform "
         "sample mask for all layers, a smaller minibatch. ℓ1, G-SV and RCS are the paper's, "

@@ -80,10 +80,7 @@ class Results:
             tried = [run for run in planned if run.seed in choosing]
             best, indices = best_rate(tried, self._scores), [run.rate_index for run in tried]
             for seed in (*choosing, *following):
-                own = {
-                    run.rate_index: self._rows[run.identity] for run in planned if run.seed == seed
-                }
-                row = own[best]
+                row = found[seed][best]
                 seeds[seed] = SeedResult(
                     test=row["test_accuracy"],
                     best_test=max(r["best_test_accuracy"] for r in found[seed].values()),

@@ -19,6 +19,8 @@ def nothing(found: Mapping[str, Sequence[Summary]], rows: Sequence[Row]) -> Sequ
 
 def told_widening(protocol: Protocol) -> str:
     """What happens at an edge of the grid of learning rates."""
+    if _untuned(protocol):
+        return "no other is tried"
     whose = "the" if protocol.tuning_seeds else "a seed's"
     if not protocol.widen:
         return f"where {whose} best rate sits at an edge, none beyond it is tried"
@@ -28,6 +30,8 @@ def told_widening(protocol: Protocol) -> str:
 def told_choice(protocol: Protocol, tested: str) -> str:
     """What images kept apart are for; ``tested`` names those that give the accuracy."""
     at = f"and the accuracy is that of {tested} at this choice"
+    if _untuned(protocol):
+        return f"the epoch is chosen on them for each seed, {at}"
     count = protocol.tuning_seeds
     if not count:
         return f"learning rate and epoch are chosen on them for each seed, {at}"
@@ -37,6 +41,11 @@ def told_choice(protocol: Protocol, tested: str) -> str:
         f"{first}, {at}. Luck in the choice of a rate is common to all seeds: no error below "
         "counts it"
     )
+
+
+def _untuned(protocol: Protocol) -> bool:
+    """One learning rate for all."""
+    return len(protocol.learning_rates) == 1 and not protocol.widen
 
 
 @dataclass(frozen=True)

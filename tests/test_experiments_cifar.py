@@ -231,6 +231,24 @@ def test_smoke_makes_the_figure_from_nothing(tmp_path, capsys, model, small_data
     assert {name: (out / name).read_bytes() for name in before} == before
 
 
+def test_a_plan_counts_the_seeds_that_wait_for_a_choice(tmp_path, capsys):
+    sweep = tmp_path / "mine.toml"
+    sweep.write_text(
+        "[protocol]\nlearning_rates = [0, 2]\nseeds = [0, 1, 2]\ntuning_seeds = 1\nbudgets = [0.5]"
+    )
+    said = []
+    for text in (sweep.read_text(), sweep.read_text().replace("tuning_seeds = 1", "")):
+        sweep.write_text(text)
+        assert main(["cifar", "--model", "vit", "--preset", str(sweep), "--plan"]) == 0
+        said.append(capsys.readouterr().out)
+    cells = 1 + len(SERIES)
+    more = f"{2 * cells} runs in {2 * cells} stacks are missing, {2 * cells} more when their"
+    assert said[0].startswith(more)
+    assert said[1].startswith(f"{6 * cells} runs in {6 * cells} stacks are missing: about")
+    hours = [float(text.split("about ")[1].split()[0]) for text in said]
+    assert hours[0] == pytest.approx(hours[1] * 4 / 6, rel=1e-3)
+
+
 def test_the_order_says_who_is_above_whom():
     protocol = CifarProtocol(seeds=tuple(range(5)), budgets=(0.1, 0.5))
 

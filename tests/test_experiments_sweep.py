@@ -215,14 +215,9 @@ def test_of_equal_rates_the_smallest_is_best():
     assert sweep.best_rate(runs, dict.fromkeys((r.identity for r in runs), 9.8)) == 2
 
 
-def test_choice_on_validation_accuracy_from_test():
-    protocol = Protocol(learning_rates=(0, 2, 4), seeds=(0, 1), widen=0)
-    point = Point("l1", "all", 0.1, protocol)
-    values = {  # seed, rate: validation, test there, highest test
-        (0, 0): (90, 89, 99), (0, 2): (95, 93, 94), (0, 4): (91, 95, 95),
-        (1, 0): (97, 96, 96), (1, 2): (95, 93, 94), (1, 4): (0, 0, 0),
-    }  # fmt: skip
-    rows = [
+def stored(point, values):
+    """Rows from (seed, rate): (validation, test there, highest test)."""
+    return [
         {
             "run": Run(point.cell, rate, seed).identity,
             "validation_accuracy": validation,
@@ -235,6 +230,16 @@ def test_choice_on_validation_accuracy_from_test():
         }
         for (seed, rate), (validation, test, best) in values.items()
     ]
+
+
+def test_choice_on_validation_accuracy_from_test():
+    protocol = Protocol(learning_rates=(0, 2, 4), seeds=(0, 1), widen=0)
+    point = Point("l1", "all", 0.1, protocol)
+    values = {  # seed, rate: validation, test there, highest test
+        (0, 0): (90, 89, 99), (0, 2): (95, 93, 94), (0, 4): (91, 95, 95),
+        (1, 0): (97, 96, 96), (1, 2): (95, 93, 94), (1, 4): (0, 0, 0),
+    }  # fmt: skip
+    rows = stored(point, values)
     summary = Results(rows).summary(point)
     assert [summary.seeds[s].test for s in (0, 1)] == [93, 96]
     assert [summary.seeds[s].best_test for s in (0, 1)] == [99, 96]
@@ -246,20 +251,8 @@ def test_choice_on_validation_accuracy_from_test():
 def test_a_seed_that_follows_is_judged_at_the_rate_of_those_that_chose():
     protocol = Protocol(learning_rates=(0, 2), seeds=(0, 1, 2), widen=0, tuning_seeds=2)
     point = Point("l1", "all", 0.1, protocol)
-    values = {(0, 0): 90, (0, 2): 80, (1, 0): 70, (1, 2): 75, (2, 0): 60, (2, 2): 99}
-    rows = [
-        {
-            "run": Run(point.cell, rate, seed).identity,
-            "validation_accuracy": value,
-            "test_accuracy": value - 1,
-            "best_test_accuracy": value,
-            "best_epoch": 1,
-            "clipped_fraction": 0.0,
-            "diverged_epoch": 0,
-            "ranks": [6],
-        }
-        for (seed, rate), value in values.items()
-    ]
+    found = {(0, 0): 90, (0, 2): 80, (1, 0): 70, (1, 2): 75, (2, 0): 60, (2, 2): 99}
+    rows = stored(point, {run: (value, value - 1, value) for run, value in found.items()})
     summary = Results(rows).summary(point)
     assert [summary.seeds[s].test for s in (0, 1, 2)] == [89, 69, 59]
     assert [summary.seeds[s].best_test for s in (0, 1, 2)] == [90, 75, 60]
