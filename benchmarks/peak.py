@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import sketchprop as sp
-from sketchprop.diagnostics.memory import saved_bytes
+from sketchprop.meters.cost.memory import saved_bytes
 from sketchprop.zoo import Bert, ViT, mlp
 
 BUDGET = 0.1

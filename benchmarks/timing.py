@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sketchprop.stopwatch import cpu_name
+from sketchprop.core.stopwatch import cpu_name
 
 PINNED = {
     "MALLOC_MMAP_MAX_": "0",

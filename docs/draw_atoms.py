@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sketchprop import L1, optimal_probabilities, sample_exact
-from sketchprop.weights import l1
+from sketchprop.core.importance import l1
 
 B, N, RANK, U = 6, 12, 4, 0.55
 LEFT, CELL, ROW, WIDTH = 128, 38, 18, 600

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
-from sketchprop import data, select, zoo
-from sketchprop.diagnostics.shapes import Product, recorded_uses
+from sketchprop import data, zoo
+from sketchprop.layers import select
+from sketchprop.meters.cost.shapes import Product, recorded_uses
 
 from .checkpoints import Checkpoint
 from .cifar_study import SIZES, CifarCell, parse_size

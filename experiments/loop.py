@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import sketchprop as sp
-from sketchprop import select
-from sketchprop.diagnostics import measure_flops
+from sketchprop.layers import select
+from sketchprop.meters import measure_flops
 
 from .methods import make_sketch
 from .mnist import generator

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import sketchprop as sp
 from sketchprop import data
-from sketchprop.sampling import sample_independent
+from sketchprop.core.sampling import sample_independent
 from sketchprop.sketches import Sketch
 from sketchprop.sketches.base import AtomSketch
 

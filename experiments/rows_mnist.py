@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 import sketchprop as sp
-from sketchprop import select
-from sketchprop.diagnostics import measure_flops
-from sketchprop.stopwatch import in_turns
+from sketchprop.core.stopwatch import in_turns
+from sketchprop.layers import select
+from sketchprop.meters import measure_flops
 from sketchprop.zoo import mlp
 
 from . import sheet

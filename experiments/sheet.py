@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import sketchprop as sp
-from sketchprop.stopwatch import cpu_name
+from sketchprop.core.stopwatch import cpu_name
 
 from .methods import COLOURS
 from .store import write_file

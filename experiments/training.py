@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sketchprop.diagnostics import measure_flops
+from sketchprop.meters import measure_flops
 
 from .checkpoints import Checkpoint
 

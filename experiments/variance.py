@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 import sketchprop as sp
-from sketchprop import select
-from sketchprop.diagnostics.estimate import Estimate, minibatch_variance, over_draws
-from sketchprop.diagnostics.passes import squared_distance
-from sketchprop.diagnostics.variance import alignment, surprising
+from sketchprop.core.stopwatch import in_turns
+from sketchprop.layers import select
+from sketchprop.meters.noise.estimate import Estimate, minibatch_variance, over_draws
+from sketchprop.meters.noise.passes import squared_distance
+from sketchprop.meters.noise.variance import alignment, surprising
 from sketchprop.sketches import VCAS, WTACRS, Rows, Sketch
-from sketchprop.stopwatch import in_turns
 
 from . import sheet
 from .loop import Batch, Task, Trainer, Way
@@ -178,7 +178,7 @@ def step_cost(task: Task, name: str, budget: float, rounds: int) -> dict[str, fl
         filter_fn = select.everything if of.everywhere else task.inner
         sp.sketch_(model, of.make(budget), filter_fn)
         batch = task.draw(generator("flops", 0), task.batch_size)
-        report = sp.diagnostics.measure_flops(model, task.loss_of, batch)
+        report = sp.meters.measure_flops(model, task.loss_of, batch)
         flops = report.forward + report.sketched_backward
     plain = task.model()
     batch = task.draw(generator("times", 0), task.batch_size)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import sketchprop as sp
-from sketchprop.probabilities import water_fill
+from sketchprop.core.probabilities import water_fill
 from sketchprop.sketches import WTACRS, Rows
 
 from . import sheet

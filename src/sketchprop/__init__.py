@@ -7,17 +7,18 @@ replaces exact vector-Jacobian products, layer by layer, by random ones whose me
 true gradient and whose cost is a fraction.
 """
 
-from . import select
 from ._version import __version__
-from .allocator import keep_pages
-from .compact import CompactGradient
-from .diagnostics import Monitor, check_unbiased, measure, plan
-from .modules import SketchedLinear, SketchedModule, sketchable
+from .core.allocator import keep_pages
+from .core.compact import CompactGradient
+from .core.probabilities import optimal_probabilities
+from .core.sampling import sample_exact, sample_independent
+from .layers import SketchedLinear, SketchedModule, select, sketchable
+from .layers.schedule import Ladder, set_budget_
+from .layers.summary import summary
+from .layers.transform import exact, sketch_, unsketch_
+from .meters import Monitor, check_unbiased, measure, plan
 from .ops import gate, sketched_conv, sketched_linear
-from .probabilities import optimal_probabilities
-from .sampled import sampled_backward, sampled_loss
-from .sampling import sample_exact, sample_independent
-from .schedule import Ladder, set_budget_
+from .sampled.loss import sampled_backward, sampled_loss
 from .sketches import (
     L1,
     L2,
@@ -35,8 +36,6 @@ from .sketches import (
     Split,
     Variance,
 )
-from .summary import summary
-from .transform import exact, sketch_, unsketch_
 
 __all__ = [
     "L1",

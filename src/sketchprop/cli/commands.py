@@ -6,16 +6,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from ..diagnostics import (
-    MeasureReport,
-    PlanReport,
-    UnbiasedReport,
-    bench,
-    check_unbiased,
-    measure,
-    plan,
-)
-from ..transform import sketch_
+from ..layers.transform import sketch_
+from ..meters import MeasureReport, PlanReport, UnbiasedReport, bench, check_unbiased, measure, plan
 from .location import measure_location
 from .plots import plot_bench, plot_location, plot_measure, plot_plan
 from .show import say, show_table, write_json

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..diagnostics import Estimate, measure_variance
-from ..diagnostics.restore import sketched
-from ..select import sketchable_layers
+from ..layers.select import sketchable_layers
+from ..meters import Estimate, measure_variance
+from ..meters.restore import sketched
 from ..sketches import Sketch
 from .specs import Task, UsageError, train
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..diagnostics import BenchReport, MeasureReport, PlanReport
+from ..meters import BenchReport, MeasureReport, PlanReport
 from .location import LocationReport
 from .specs import UsageError
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..diagnostics import MeasureReport, PlanReport, measure, plan
-from ..diagnostics.passes import Loss
+from ..meters import MeasureReport, PlanReport, measure, plan
+from ..meters.noise.passes import Loss
 from ..report import html_report, setup_facts
 from ..sketches import Sketch
 from .commands import FINE, NO

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._table import table
-from ..diagnostics.measure import plain_data
+from ..core.table import table
+from ..meters.measure import plain_data
 
 
 def say(text: str = "") -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import sketches as built_in_sketches
 from ..data import mnist, normalised
-from ..diagnostics.passes import Loss
+from ..meters.noise.passes import Loss
 from ..sketches import Sketch
 from ..zoo import Bert, ViT, mlp
 

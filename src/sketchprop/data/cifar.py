@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import cache_folder
+from ..core.cache import cache_folder
 from .files import DataError, Labelled, candidates, checked, fetched, keep, missing
 
 FOLDER = "cifar10"

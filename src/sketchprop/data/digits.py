@@ -10,7 +10,7 @@ import struct
 import torch
 from torch import Tensor
 
-from ..cache import cache_folder
+from ..core.cache import cache_folder
 from .files import DataError, Labelled, candidates, checked, fetched, keep, missing, unpacked
 
 FOLDER = "mnist"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..cache import cache_folder
+from ..core.cache import cache_folder
 
 VARIABLE = "SKETCHPROP_DATA"
 """The environment variable that names a folder with data sets, for example with ``mnist/``."""

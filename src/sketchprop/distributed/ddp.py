@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from .._checks import solve_dtype
-from ..compact import CompactGradient
-from ..modules import SketchedLinear
-from ..probabilities import water_fill
-from ..sampling import draw_uniforms
+from ..core.checks import solve_dtype
+from ..core.compact import CompactGradient
+from ..core.importance import column_sums
+from ..core.probabilities import water_fill
+from ..core.sampling import draw_uniforms
+from ..layers import SketchedLinear
 from ..sketches import AmortisedSketch, ColumnSketch, PlanMemory
 from ..sketches.amortised import STALE_FLOOR
 from ..sketches.base import Plan
-from ..weights import column_sums
 from .wire import WireCounter
 
 ROWS, DENSE, WEIGHTS = "gradients", "gradients, dense", "weights and draws"

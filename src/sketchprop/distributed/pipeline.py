@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from ..modules import SketchedModule
+from ..layers import SketchedModule
 from ..sketches import Sketch
 from .settings import Settings
 from .wire import WireCounter, WireFormat, check_sendable, wire_format

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import solve_dtype
-from ..compact import CompactGradient
+from ..core.checks import solve_dtype
+from ..core.compact import CompactGradient
 from ..sketches import Sketch
 
 _ALIGN = 8

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from ..diagnostics.passes import Loss
-from ..diagnostics.variance import measure_variance
-from ..modules import SketchedModule, sketched_class
-from ..schedule import Schedule, set_budget_
+from ..layers import SketchedModule, sketched_class
+from ..layers.schedule import Schedule, set_budget_
+from ..layers.transform import Filter, sketch_, unsketch_
+from ..meters.noise.passes import Loss
+from ..meters.noise.variance import measure_variance
 from ..sketches import Sketch
-from ..transform import Filter, sketch_, unsketch_
 
 Metrics = Callable[[nn.Module], Mapping[str, float]]
 """Further values to log, by name, from the model as it is."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..schedule import Schedule
+from ..layers.schedule import Schedule
+from ..layers.transform import Filter
 from ..sketches import Sketch
-from ..transform import Filter
 from ._routine import Metrics, Routine, added_variance, check_log_every
 
 __all__ = ["SketchCallback", "added_variance"]

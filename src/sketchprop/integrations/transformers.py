@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..schedule import Schedule
+from ..layers.schedule import Schedule
+from ..layers.transform import Filter
 from ..sketches import Sketch
-from ..transform import Filter
 from ._routine import Metrics, Routine, added_variance, check_log_every
 
 try:

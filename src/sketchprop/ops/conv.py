@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import check_local, solve_dtype
-from ..compact import KeptRows, scaled
-from ..layout import Layout
-from ..sampling import draw_uniforms
+from ..core.checks import check_local, solve_dtype
+from ..core.compact import KeptRows, scaled
+from ..core.importance import column_sums
+from ..core.samples import Layout
+from ..core.sampling import draw_uniforms
 from ..sketches import ColumnSketch, Rows, Sketch
-from ..weights import column_sums
 from .linear import _autocast, refuse_second_backward
 from .passes import asked, one_draw
 

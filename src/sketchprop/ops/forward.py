@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compact import scaled, take_rows
-from ..layout import Layout
-from ..sampling import draw_uniforms
+from ..core.compact import scaled, take_rows
+from ..core.importance import column_sums
+from ..core.samples import Layout
+from ..core.sampling import draw_uniforms
 from ..sketches import ForwardRows, RowMemory, Sketch, Split
 from ..sketches.base import part_of
-from ..weights import column_sums
 from .linear import _linear, as_rows, refuse_second_backward, sketched_linear
 from .passes import asked, one_draw
 

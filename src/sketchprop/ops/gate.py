@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_weight
+from ..core.checks import check_weight
 from ..sketches import ElementMask, Sketch
 from .linear import as_rows, refuse_second_backward
 

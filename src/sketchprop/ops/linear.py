@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import check_local
-from ..compact import CompactGradient, KeptColumns
-from ..layout import Layout
+from ..core.checks import check_local
+from ..core.compact import CompactGradient, KeptColumns
+from ..core.importance import column_sums
+from ..core.samples import Layout
 from ..sketches import AmortisedSketch, PlanMemory, RowMemory, Sketch
-from ..weights import column_sums
 from .passes import asked, one_draw
 
 

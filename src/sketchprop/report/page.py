@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ..diagnostics import MeasureReport, PlanReport
-from ..diagnostics.measure import plain_data
+from ..meters import MeasureReport, PlanReport
+from ..meters.measure import plain_data
 from .sections import (
     flops_section,
     memory_section,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..diagnostics import MeasureReport, PlanReport, Verdict
-from ..diagnostics.plan import LayerPlan
+from ..meters import MeasureReport, PlanReport, Verdict
+from ..meters.plan import LayerPlan
 from .svg import Part, Row, bars
 from .tables import html_table, legend, section
 from .words import amount, ratio, together

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import torch
 
 from .._version import __version__
-from ..stopwatch import cpu_name
+from ..core.stopwatch import cpu_name
 
 
 def setup_facts(device: torch.device | None = None) -> dict[str, str]:

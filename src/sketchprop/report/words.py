@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..diagnostics import MeasureReport, Verdict
+from ..meters import MeasureReport, Verdict
 
 
 def answer(report: MeasureReport) -> tuple[str, str]:

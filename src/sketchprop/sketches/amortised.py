@@ -13,9 +13,9 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from .._checks import check_refresh, check_score_rows
-from ..compact import CompactGradient
-from ..sampling import draw_uniforms
+from ..core.checks import check_refresh, check_score_rows
+from ..core.compact import CompactGradient
+from ..core.sampling import draw_uniforms
 from .base import AtomSketch, Plan
 
 STALE_FLOOR = 0.1

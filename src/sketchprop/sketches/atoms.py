@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..compact import CompactGradient, KeptColumns, KeptRows, scaled, take_columns, take_rows
-from ..probabilities import water_fill
-from ..weights import column_sums
+from ..core.compact import CompactGradient, KeptColumns, KeptRows, scaled, take_columns, take_rows
+from ..core.importance import column_sums
+from ..core.probabilities import water_fill
 from .amortised import AmortisedSketch
 from .base import AtomSketch, Plan
 

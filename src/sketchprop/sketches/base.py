@@ -10,10 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import check_budget, check_sampling
-from ..compact import CompactGradient
-from ..layout import Layout
-from ..sampling import draw_uniforms, sample_independent, systematic
+from ..core.checks import check_budget, check_sampling
+from ..core.compact import CompactGradient
+from ..core.samples import Layout
+from ..core.sampling import draw_uniforms, sample_independent, systematic
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .. import channels, weights
-from .._checks import check_weight
+from ..core import channels
+from ..core import importance as weights
+from ..core.checks import check_weight
 from .atoms import ColumnSketch
 
 

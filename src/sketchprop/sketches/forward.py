@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .. import weights as importance
-from .._checks import solve_dtype
-from ..compact import CompactGradient, KeptRows, TwoSided, Whole, scaled, take_rows
-from ..layout import Layout
-from ..probabilities import water_fill
-from ..sampling import draw_uniforms
+from ..core import importance
+from ..core.checks import solve_dtype
+from ..core.compact import CompactGradient, KeptRows, TwoSided, Whole, scaled, take_rows
+from ..core.probabilities import water_fill
+from ..core.samples import Layout
+from ..core.sampling import draw_uniforms
 from .amortised import STALE_FLOOR
 from .base import AtomSketch, Plan
 from .rows import check_input
@@ -33,7 +33,7 @@ class ForwardRows(AtomSketch):
     remember it (under ``torch.compile`` and in ``nn.MultiheadAttention`` it is ``"input"``).
 
     Saves r·d instead of B·d numbers for each layer, and 2(B - r)nd FLOPs of dW. What another
-    operation keeps alive anyway is not freed: see ``diagnostics.memory.saved_bytes``. The draw is
+    operation keeps alive anyway is not freed: see ``meters.saved_bytes``. The draw is
     made in forward from the default generator, as dropout's is: activation checkpointing repeats
     it. For linear layers and attention projections.
     """

@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import channels, weights
-from .._checks import check_weight, solve_dtype
-from ..compact import MaskedElements
-from ..sampling import sample_exact, sample_independent
+from ..core import channels
+from ..core import importance as weights
+from ..core.checks import check_weight, solve_dtype
+from ..core.compact import MaskedElements
+from ..core.sampling import sample_exact, sample_independent
 from .atoms import ColumnSketch, RowSketch
 from .base import Sketch
 

@@ -12,20 +12,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import weights as importance
-from .._checks import solve_dtype, wide_dtype
-from ..compact import (
-    CompactGradient,
-    KeptRows,
-    OfRows,
-    TwoSided,
-    Whole,
-    scaled,
-    take_rows,
-)
-from ..layout import Layout
-from ..probabilities import water_fill
-from ..sampling import draw_uniforms
+from ..core import importance
+from ..core.checks import solve_dtype, wide_dtype
+from ..core.compact import CompactGradient, KeptRows, OfRows, TwoSided, Whole, scaled, take_rows
+from ..core.probabilities import water_fill
+from ..core.samples import Layout
+from ..core.sampling import draw_uniforms
 from .base import AtomSketch, Plan, Sketch, part_of
 
 WEIGHTS = ("gradient", "gradient_input", "uniform")

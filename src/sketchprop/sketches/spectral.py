@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import weights
-from .._checks import check_weight, solve_dtype
-from ..compact import LowRank, scaled, take_columns
-from ..probabilities import water_fill
+from ..core import importance as weights
+from ..core.checks import check_weight, solve_dtype
+from ..core.compact import LowRank, scaled, take_columns
+from ..core.probabilities import water_fill
 from .amortised import AmortisedSketch
 from .base import Plan
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..compact import CompactGradient, TwoSided, Whole
-from ..layout import Layout
+from ..core.compact import CompactGradient, TwoSided, Whole
+from ..core.samples import Layout
 from .base import Sketch, part_of
 
 

@@ -1,0 +1,1 @@
+"""Importance, probabilities, draws and compact gradients: the maths, without layers."""

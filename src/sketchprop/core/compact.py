@@ -1,0 +1,253 @@
+"""Compact gradients: Ĝ without its zeros, and the products a layer owes with it.
+
+Each class has the same five members. For Y = XWᵀ + b with ``X: [..., B, d]``, ``W: [..., n, d]``:
+
+    dense()          Ĝ                 [..., B, n]
+    input_grad(W)    dX = Ĝ W          [..., B, d]
+    weight_grad(X)   dW = Ĝᵀ X         [..., n, d]
+    bias_grad()      db = 1ᵀ Ĝ         [..., n]
+    nbytes           what a message with Ĝ in it has to carry
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from .checks import solve_dtype
+
+
+class CompactGradient(Protocol):
+    """What flows from a sketch to a layer, a meter or a pipeline stage."""
+
+    def dense(self) -> Tensor: ...
+    def input_grad(self, W: Tensor) -> Tensor: ...
+    def weight_grad(self, X: Tensor) -> Tensor: ...
+    def bias_grad(self) -> Tensor: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class KeptColumns:
+    """Some columns of Ĝ: ``values[..., B, r]`` are its columns ``index[..., r]`` of ``n``."""
+
+    index: Tensor
+    values: Tensor
+    n: int
+
+    def dense(self) -> Tensor:
+        return scatter_columns(self.values, self.index, self.n)
+
+    def input_grad(self, W: Tensor) -> Tensor:
+        return self.values @ take_rows(W, self.index)
+
+    def weight_grad(self, X: Tensor) -> Tensor:
+        return scatter_rows(self.values.mT @ X, self.index, self.n)
+
+    def add_weight_grad_(self, X: Tensor, grad: Tensor) -> None:
+        """``grad += weight_grad(X)``, touching the kept rows only."""
+        rows = self.values.mT @ X
+        if self.index.dim() == 1:
+            grad.index_add_(-2, self.index, rows)
+        else:
+            grad.scatter_add_(-2, self.index.unsqueeze(-1).expand_as(rows), rows)
+
+    def bias_grad(self) -> Tensor:
+        return scatter_columns(self.values.sum(-2, keepdim=True), self.index, self.n).squeeze(-2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + 4 * self.index.numel()
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Some rows of Ĝ: ``values[..., r, n]`` are its rows ``index[..., r]`` of ``B``."""
+
+    index: Tensor
+    values: Tensor
+    B: int
+
+    def dense(self) -> Tensor:
+        return scatter_rows(self.values, self.index, self.B)
+
+    def input_grad(self, W: Tensor) -> Tensor:
+        return scatter_rows(self.values @ W, self.index, self.B)
+
+    def weight_grad(self, X: Tensor) -> Tensor:
+        return self.values.mT @ take_rows(X, self.index)
+
+    def bias_grad(self) -> Tensor:
+        return self.values.sum(-2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + 4 * self.index.numel()
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Ĝ as a product of thin factors: ``left[..., B, r] @ right[..., r, n]``."""
+
+    left: Tensor
+    right: Tensor
+
+    def dense(self) -> Tensor:
+        return self.left @ self.right
+
+    def input_grad(self, W: Tensor) -> Tensor:
+        return self.left @ (self.right @ W)
+
+    def weight_grad(self, X: Tensor) -> Tensor:
+        return self.right.mT @ (self.left.mT @ X)
+
+    def bias_grad(self) -> Tensor:
+        return (self.left.sum(-2, keepdim=True) @ self.right).squeeze(-2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.left.nbytes + self.right.nbytes
+
+
+@dataclass(frozen=True)
+class Whole:
+    """G itself: the exact side of a two-sided gradient."""
+
+    G: Tensor
+
+    def dense(self) -> Tensor:
+        return self.G
+
+    def input_grad(self, W: Tensor) -> Tensor:
+        return self.G @ W
+
+    def weight_grad(self, X: Tensor) -> Tensor:
+        return self.G.mT @ X
+
+    def bias_grad(self) -> Tensor:
+        return self.G.sum(-2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.G.nbytes
+
+
+@dataclass(frozen=True)
+class OfRows:
+    """Some rows of Ĝ, themselves compact: ``inner: [..., r, n]`` at the rows ``index`` of ``B``."""
+
+    index: Tensor
+    inner: CompactGradient
+    B: int
+
+    def dense(self) -> Tensor:
+        return scatter_rows(self.inner.dense(), self.index, self.B)
+
+    def input_grad(self, W: Tensor) -> Tensor:
+        return scatter_rows(self.inner.input_grad(W), self.index, self.B)
+
+    def weight_grad(self, X: Tensor) -> Tensor:
+        return self.inner.weight_grad(take_rows(X, self.index))
+
+    def bias_grad(self) -> Tensor:
+        return self.inner.bias_grad()
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes + 4 * self.index.numel()
+
+
+@dataclass(frozen=True)
+class TwoSided:
+    """One compact gradient for dX, another for dW, and one for db (by default that of dW).
+
+    ``dense()`` is the Ĝ of dX: there is no single one.
+    """
+
+    input: CompactGradient
+    weight: CompactGradient
+    bias: CompactGradient | None = None
+
+    def dense(self) -> Tensor:
+        return self.input.dense()
+
+    def input_grad(self, W: Tensor) -> Tensor:
+        return self.input.input_grad(W)
+
+    def weight_grad(self, X: Tensor) -> Tensor:
+        return self.weight.weight_grad(X)
+
+    def bias_grad(self) -> Tensor:
+        return (self.bias or self.weight).bias_grad()
+
+    @property
+    def nbytes(self) -> int:
+        return self.input.nbytes
+
+
+@dataclass(frozen=True)
+class MaskedElements:
+    """The paper's per-element mask: G whole, against a masked W and a masked X.
+
+    Not smaller and not faster: dense products with zeros in them. ``weight_mask[..., n, d]`` and
+    ``input_mask[..., B, d]`` hold 1/p where an element is kept and 0 elsewhere.
+    """
+
+    G: Tensor
+    weight_mask: Tensor
+    input_mask: Tensor
+
+    def dense(self) -> Tensor:
+        return self.G
+
+    def input_grad(self, W: Tensor) -> Tensor:
+        return self.G @ (W * self.weight_mask)
+
+    def weight_grad(self, X: Tensor) -> Tensor:
+        return self.G.mT @ (X * self.input_mask)
+
+    def bias_grad(self) -> Tensor:
+        return self.G.sum(-2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.G.nbytes
+
+
+def take_rows(A: Tensor, index: Tensor) -> Tensor:
+    """A[..., index, :] with an index for each matrix of a stack."""
+    if index.dim() == 1:
+        return A.index_select(-2, index)
+    return A.gather(-2, index.unsqueeze(-1).expand(*index.shape, A.shape[-1]))
+
+
+def take_columns(A: Tensor, index: Tensor) -> Tensor:
+    """A[..., index] with an index for each matrix of a stack."""
+    if index.dim() == 1:
+        return A.index_select(-1, index)
+    return A.gather(-1, index.unsqueeze(-2).expand(*index.shape[:-1], A.shape[-2], index.shape[-1]))
+
+
+def scatter_rows(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """Zeros of ``size`` rows with ``values`` at the rows ``index``."""
+    out = values.new_zeros(*values.shape[:-2], size, values.shape[-1])
+    if index.dim() == 1:
+        return out.index_copy_(-2, index, values)
+    return out.scatter_(-2, index.unsqueeze(-1).expand_as(values), values)
+
+
+def scatter_columns(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """Zeros of ``size`` columns with ``values`` at the columns ``index``."""
+    out = values.new_zeros(*values.shape[:-1], size)
+    if index.dim() == 1:
+        return out.index_copy_(-1, index, values)
+    return out.scatter_(-1, index.unsqueeze(-2).expand_as(values), values)
+
+
+def scaled(values: Tensor, scale: Tensor) -> Tensor:
+    """values · scale in the dtype of ``values``: 1/p itself may not fit into half precision."""
+    product = values * scale.to(solve_dtype(values))
+    return product if product.dtype == values.dtype else product.to(values.dtype)

@@ -1,0 +1,64 @@
+"""Optimal inclusion probabilities for a budget: weights in, p* out.
+
+Solves the convex program of the paper (eq. convex_program)
+
+    min Σ wᵢ/pᵢ   subject to   Σ pᵢ = r,  0 < pᵢ ≤ 1
+
+whose solution is water-filling: pᵢ = min(1, √wᵢ/√λ).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .checks import check_rank, solve_dtype, wide_dtype
+
+
+def optimal_probabilities(weights: Tensor, rank: float) -> Tensor:
+    """p* = argmin Σ wᵢ/pᵢ over Σ pᵢ = rank, pᵢ ≤ 1, for weights ``[..., n]``.
+
+    ``pᵢ = min(1, √wᵢ/√λ)``. A zero weight gets p = 0, unless fewer than ``rank`` weights are
+    positive: then those have p = 1 and the others share what is left, so Σ p = rank always.
+    Solved in float32 or better whatever the dtype of ``weights``; a NaN weight makes all
+    probabilities NaN, an infinite one is kept (``rank`` of them or more: NaN).
+    O(n log n), no loop over coordinates, no host synchronisation. ``rank`` may be fractional
+    (the expected size of an independent draw). A negative weight is an error on the CPU; on
+    other devices, where looking would mean waiting, it gives NaN.
+
+    >>> optimal_probabilities(torch.tensor([16.0, 1.0, 1.0]), 2)
+    tensor([1.0000, 0.5000, 0.5000])
+    """
+    check_rank(rank)
+    on_host = weights.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and bool((weights < 0).any()):
+        raise ValueError(
+            f"weights must not be negative, and the smallest is {float(weights.min()):g}; "
+            "give for example squared norms: G.square().sum(-2)"
+        )
+    root = weights.to(wide_dtype(weights)).sqrt()
+    return water_fill(root, rank).to(solve_dtype(weights))
+
+
+def water_fill(roots: Tensor, rank: float) -> Tensor:
+    """p* from the roots √wᵢ of the weights, unchecked, in float64, as sampling wants it."""
+    n = roots.shape[-1]
+    root = roots.to(wide_dtype(roots))
+    if rank >= n:
+        return torch.ones_like(root) + 0 * root  # 0·w: a non-finite weight stays visible
+    # Zero roots become the smallest normal number: invisible beside any other, and where fewer
+    # than ``rank`` are positive they share the rest of the budget equally, without 0/0.
+    tiny = torch.finfo(root.dtype).tiny
+    root = root.clamp(min=tiny)
+    # With the k largest clipped at 1 the level is √λ = S_k/(r - k), S_k the sum of the others.
+    # It falls while the next root lies above it and rises ever after: √λ is the minimum over k.
+    # The sums add from the smallest up: a difference of two totals would cancel.
+    sums = root.sort(dim=-1).values.cumsum(-1)
+    candidates = math.ceil(rank)
+    first = 1 + rank - candidates  # r - k for the largest k; 1 unless the rank is fractional
+    room = torch.arange(first, first + candidates, dtype=root.dtype, device=root.device)
+    level = (sums[..., n - candidates :] / room).amin(-1, keepdim=True)
+    p = (root / level).clamp_(max=1.0)
+    return torch.threshold_(p, tiny**0.75, 0.0)  # the stand-ins back to zero; NaN stays

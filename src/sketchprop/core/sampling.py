@@ -1,0 +1,91 @@
+"""Samplers: probabilities and uniforms in, kept atoms out. Pure: no random state in here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import check_rank, wide_dtype
+
+
+def draw_uniforms(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Uniforms in [0, 1) from the default generator of ``device``, as fine as it can make them.
+
+    float64, because an atom with p below 2⁻²⁴ would never be met by float32 uniforms.
+    """
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.rand(shape, dtype=dtype, device=device)
+
+
+def sample_exact(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
+    """Exactly ``rank`` distinct indices, ascending, index i with probability pᵢ: ``[..., rank]``.
+
+    Systematic sampling (the paper's correlated sampling): atom i is kept when one of the points
+    u, u+1, u+2, … falls into ``[P₍ᵢ₋₁₎, Pᵢ)``, P the cumulative sum of p. One uniform ``u`` in
+    [0, 1) for each set: ``probabilities: [..., n]``, ``u: [...]``; they broadcast.
+    Needs Σ p = rank, as ``optimal_probabilities`` returns it. O(n), no host synchronisation.
+
+    An atom with p = 1 is never skipped and never drawn twice, and one with p = 0 never drawn,
+    whatever the rounding: p is rounded to a grid on which float64 sums are exact, and u moves by
+    what the sum then lacks of ``rank``.
+
+    >>> sample_exact(torch.tensor([1.0, 0.5, 0.5]), torch.tensor(0.7), 2)
+    tensor([0, 2])
+    """
+    check_rank(rank)
+    n = probabilities.shape[-1]
+    if int(rank) != rank or rank > n:
+        raise ValueError(
+            f"rank={rank!r} of {n} atoms cannot be drawn exactly; give an integer from 1 to {n}"
+        )
+    wide = wide_dtype(probabilities)
+    if probabilities.dtype != wide:
+        probabilities = _renormalised(probabilities.to(wide), int(rank))
+    return systematic(probabilities, u, int(rank))
+
+
+def systematic(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
+    """``sample_exact`` without its checks, for probabilities in float64."""
+    n = probabilities.shape[-1]
+    batch = probabilities.dim() > 1 or u.dim() > 0
+    if batch:
+        probabilities = probabilities.expand(*(probabilities[..., 0] + u).shape, n)
+        u = u.unsqueeze(-1)
+    if rank == n:
+        return torch.arange(n, device=probabilities.device).expand(probabilities.shape)
+    # Adding and taking away a power of two above all sums leaves multiples of its last bit:
+    # then P and u, u+1, … are exact, and a sure atom spans exactly 1.
+    grid = 2.0 ** rank.bit_length()
+    sums = (probabilities + grid).sub_(grid).cumsum(-1)
+    # Only u ≥ ε = P_n - r meets a sure atom at the end, and only u < 1 + ε stays below P_n; but u
+    # must not reach 1 itself: a sure atom at the beginning would be missed. |ε| ~ 1e-15 n.
+    excess = sums[..., -1:] - rank
+    step = grid * torch.finfo(sums.dtype).eps
+    u = (u if u.dtype == sums.dtype else u.to(sums.dtype)).clamp(
+        excess, excess.clamp(max=0) + (1 - step)
+    )
+    points = torch.arange(grid, grid + rank, dtype=sums.dtype, device=sums.device)
+    points = (points + u).sub_(grid)
+    # The clamp only matters for NaN probabilities: they must not index out of range.
+    return torch.searchsorted(sums, points, right=True).clamp_(max=n - 1)
+
+
+def _renormalised(p: Tensor, rank: int) -> Tensor:
+    """p from lower precision, the atoms that are not sure scaled so that Σ p = rank again."""
+    sure = p >= 1 - 4 * torch.finfo(torch.float32).eps
+    rest = p.masked_fill(sure, 0)
+    left = rank - sure.sum(-1, keepdim=True)
+    scale = left / rest.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+    return torch.where(sure, 1.0, rest * scale)
+
+
+def sample_independent(probabilities: Tensor, u: Tensor) -> Tensor:
+    """One Bernoulli(pᵢ) for each atom, as a mask: ``u`` in [0, 1) of the shape ``[..., n]``.
+
+    An atom with p = 1 is always kept, one with p = 0 never; a NaN probability is kept, so that
+    it reaches the gradient. O(n), no host synchronisation.
+
+    >>> sample_independent(torch.tensor([1.0, 0.5, 0.0]), torch.tensor([0.9, 0.6, 0.0]))
+    tensor([ True, False, False])
+    """
+    return ~(u >= probabilities)

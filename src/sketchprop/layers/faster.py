@@ -1,0 +1,204 @@
+"""Sketch only where it is faster: a layer times both ways on its real shapes and keeps one.
+
+Decisions are remembered in a file, so that the next run on the same machine need not time again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._version import __version__
+from ..core.cache import cache_folder
+from ..core.stopwatch import cpu_name, in_turns, seconds_of
+from ..sketches import AmortisedSketch, PlanMemory, Sketch
+from . import SketchedModule
+
+MARGIN = 0.97
+"""A layer is sketched where that takes less than this share of the exact time."""
+
+_SECONDS_A_LAYER = 0.3
+_ROUNDS = (5, 40)
+
+
+def cache_file() -> Path:
+    """``faster.json`` in the user's cache folder, or in ``$SKETCHPROP_CACHE``."""
+    return cache_folder() / "faster.json"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Forward and backward of one layer on one shape, sketched over exact."""
+
+    ratio: float
+    exact_ms: float
+    sketched_ms: float
+
+    @property
+    def sketch(self) -> bool:
+        return self.ratio < MARGIN
+
+    def __str__(self) -> str:
+        verdict = "faster" if self.sketch else "exact is faster"
+        return f"{verdict}: {self.sketched_ms:.3g} ms sketched, {self.exact_ms:.3g} ms exact"
+
+
+class Judge:
+    """Says for one layer whether a forward pass shall be sketched; asked in each."""
+
+    def __init__(self, timer: Callable[[nn.Module, Sequence[Any]], Decision] | None = None) -> None:
+        self.decisions: dict[tuple[Any, ...], Decision] = {}
+        self.latest = False
+        """The last decision: what a graph that is being compiled takes for good."""
+        self._sketch: Sketch | None = None
+        self._timer = timer
+
+    def __call__(self, layer: SketchedModule, inputs: Sequence[Any]) -> bool:
+        if torch.compiler.is_compiling():
+            return self.latest
+        x = inputs[0]
+        if layer.sketch is not self._sketch:  # another sketch, other times
+            self._sketch = layer.sketch
+            self.decisions.clear()
+        # What may change from call to call; the rest of the key is fixed for a run.
+        key = (x.shape, x.dtype, x.requires_grad)
+        decision = self.decisions.get(key)
+        if decision is None:
+            decision = self.decisions[key] = self._decide(layer, inputs)
+            self.latest = decision.sketch
+        return decision.sketch
+
+    def describe(self) -> str:
+        """For ``summary``: the latest decision, or that there is none yet."""
+        if not self.decisions:
+            return "exact until timed: run one training step (before torch.compile)"
+        key, decision = next(reversed(self.decisions.items()))
+        return f"{decision} at {' × '.join(map(str, key[0]))}"
+
+    def _decide(self, layer: SketchedModule, inputs: Sequence[Any]) -> Decision:
+        assert isinstance(layer, nn.Module)
+        name = _key(layer, inputs)
+        known = _read_cache().get(name)
+        if known is not None:
+            return Decision(**known)
+        decision = (self._timer or time_layer)(layer, inputs)
+        _write_cache(name, decision)
+        return decision
+
+
+def time_layer(layer: nn.Module, inputs: Sequence[Any]) -> Decision:
+    """Times forward and backward of ``layer`` both ways, in turns, on inputs like these.
+
+    Nothing is left behind: no gradient, no hook run, no remembered plan, the generators as before.
+    """
+    assert isinstance(layer, SketchedModule)
+    device = inputs[0].device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        copies = [_like(x) for x in inputs]
+    leaves = [x for x in copies if isinstance(x, Tensor) and x.requires_grad]
+    leaves += [p for p in layer.parameters() if p.requires_grad]
+    if not leaves:
+        return Decision(1.0, 0.0, 0.0)
+    before = (layer.exact, layer.judge, layer.memory)
+
+    def run(exact: bool) -> None:
+        layer.exact = exact
+        out = layer.forward(*copies)
+        out = out[0] if isinstance(out, tuple) else out
+        torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
+
+    try:
+        layer.judge, layer.memory = None, PlanMemory()
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            actions = [lambda: run(True), lambda: run(False)]
+            warm = max(seconds_of(actions[0], device), seconds_of(actions[1], device), 1e-6)
+            low, high = _ROUNDS
+            rounds = min(high, max(low, int(_SECONDS_A_LAYER / (2 * warm))))
+            exact, sketched = in_turns(actions, rounds, device)
+            extra = _planning_seconds(layer, actions[1], median(sketched), device)
+    finally:
+        layer.exact, layer.judge, layer.memory = before
+    ratio = median(s / max(e, 1e-9) for e, s in zip(exact, sketched, strict=True))
+    ratio += extra / max(median(exact), 1e-9)
+    return Decision(ratio, 1e3 * median(exact), 1e3 * (median(sketched) + extra))
+
+
+def _planning_seconds(
+    layer: SketchedModule, action: Callable[[], None], usual: float, device: torch.device
+) -> float:
+    """What a new plan costs, spread over the steps that it serves."""
+    sketch = layer.sketch
+    if not isinstance(sketch, AmortisedSketch) or sketch.refresh_every == 1:
+        return 0.0
+    layer.memory = PlanMemory()
+    return max(0.0, seconds_of(action, device) - usual) / sketch.refresh_every
+
+
+def _like(x: Any) -> Any:
+    """Random numbers of the same shape: a timing must not depend on what is in a batch."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return torch.randn_like(x).requires_grad_(x.requires_grad)
+
+
+def _key(layer: SketchedModule, inputs: Sequence[Any]) -> str:
+    """All that a time depends on, as text."""
+    assert isinstance(layer, nn.Module)
+    device = inputs[0].device
+    hardware = cpu_name()
+    if device.type != "cpu":
+        hardware = torch.get_device_module(device).get_device_name(device)
+    wanted = [name for name, p in layer.named_parameters() if p.requires_grad]
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    return " | ".join(
+        [
+            type(layer).__name__,
+            layer.extra_repr(),
+            "trains " + " ".join(wanted),
+            *(f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.requires_grad}" for x in tensors),
+            f"{device.type} {hardware} {torch.get_num_threads()} threads",
+            f"autocast {torch.is_autocast_enabled(device.type)}",
+            f"torch {torch.__version__} sketchprop {__version__}",
+        ]
+    )
+
+
+def _read_cache() -> dict[str, dict[str, float]]:
+    try:
+        content = json.loads(cache_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    fits = {"ratio", "exact_ms", "sketched_ms"}
+    if not isinstance(content, dict):
+        return {}
+    return {k: v for k, v in content.items() if isinstance(v, dict) and set(v) == fits}
+
+
+def _write_cache(name: str, decision: Decision) -> None:
+    """Adds one decision; a reader never sees half a file."""
+    path = cache_file()
+    content = {**_read_cache(), name: vars(decision)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
+        ) as file:
+            json.dump(content, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(
+            f"timings of sketched layers are not remembered: {error}; name a folder that can be "
+            "written in SKETCHPROP_CACHE",
+            stacklevel=2,
+        )

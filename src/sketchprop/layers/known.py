@@ -1,0 +1,91 @@
+"""Which class a layer's class becomes: one shared class per type, never one per layer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+from torch import nn
+
+from .attention import SketchedMultiheadAttention
+from .conv import SketchedConv1d, SketchedConv2d
+from .linear import SketchedLinear
+from .state import SketchedModule
+
+BUILT_IN: Mapping[type[nn.Module], type[SketchedModule]] = MappingProxyType(
+    {
+        sketched.plain: sketched
+        for sketched in (SketchedLinear, SketchedConv1d, SketchedConv2d, SketchedMultiheadAttention)
+    }
+)
+
+_MARK = "__sketched_class__"
+
+Sketched = TypeVar("Sketched", bound=type[SketchedModule])
+
+
+def sketchable(layer: type[nn.Module]) -> Callable[[Sketched], Sketched]:
+    """Lets ``sketch_`` turn your own ``layer`` into the class that this decorates.
+
+    That class is a ``SketchedModule`` and a ``layer``, without state of its own; its forward is
+    the layer's unless ``self.sketching()``. Only ``layer`` itself is taken, not its subclasses.
+    The mark is kept on ``layer``: nothing is shared with other layers.
+
+    >>> from sketchprop import sketched_linear
+    >>> class Doubled(nn.Linear):
+    ...     def forward(self, x):
+    ...         return 2 * super().forward(x)
+    >>> @sketchable(Doubled)
+    ... class SketchedDoubled(SketchedModule, Doubled):
+    ...     def forward(self, x):
+    ...         if not self.sketching():
+    ...             return super().forward(x)
+    ...         return 2 * sketched_linear(x, self.weight, self.bias, self.sketch)
+    """
+    if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
+        raise TypeError(f"sketchable({layer!r}): give the class of a layer, @sketchable(MyLayer)")
+    if layer in BUILT_IN or issubclass(layer, SketchedModule):
+        raise ValueError(
+            f"{layer.__name__} can be sketched already; decorate a class for a layer of your own"
+        )
+
+    def register(sketched: Sketched) -> Sketched:
+        if not (issubclass(sketched, SketchedModule) and issubclass(sketched, layer)):
+            raise TypeError(
+                f"{sketched.__name__} must be both: class {sketched.__name__}(SketchedModule, "
+                f"{layer.__name__})"
+            )
+        if sketched.__mro__.index(SketchedModule) > sketched.__mro__.index(layer):
+            raise TypeError(
+                f"SketchedModule must come first: class {sketched.__name__}(SketchedModule, "
+                f"{layer.__name__})"
+            )
+        sketched.plain = layer
+        setattr(layer, _MARK, sketched)
+        return sketched
+
+    return register
+
+
+def sketched_class(layer: type[nn.Module]) -> type[SketchedModule] | None:
+    """The class that ``layer`` becomes, or that it is; ``None`` if ``sketch_`` does not know it.
+
+    Subclasses are not taken for their parents: they may compute something else.
+    """
+    if issubclass(layer, SketchedModule):
+        return layer
+    if layer in BUILT_IN:
+        return BUILT_IN[layer]
+    own: type[SketchedModule] | None = vars(layer).get(_MARK)
+    return own or _transformers_class(layer)
+
+
+def _transformers_class(layer: type[nn.Module]) -> type[SketchedModule] | None:
+    loaded = sys.modules.get("transformers.pytorch_utils")
+    if loaded is None or layer is not getattr(loaded, "Conv1D", None):
+        return None
+    from .gpt2 import SketchedConv1D
+
+    return SketchedConv1D

@@ -1,0 +1,162 @@
+"""Which layers of a model: small filters that compose.
+
+    sketch_(model, L1(0.1), filter_fn=select.linear & ~select.last & select.wide(64))
+
+Filters are asked about the layers that can be sketched, in the order in which the model holds
+them. Plain functions ``(module, name) -> bool`` are filters too, alone or beside an operator;
+like ``and`` and ``or``, ``&`` and ``|`` ask the right side only where the left one leaves it open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from . import sketched_class
+
+Layers = Mapping[str, nn.Module]
+Predicate = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True, repr=False)
+class Selector:
+    """A rule about the layers of a model, shown as ``text``.
+
+    ``bind(layers)`` gives the plain function ``(module, name) -> bool`` for one model: rules such
+    as ``last`` need to know all of its layers.
+    """
+
+    text: str
+    bind: Callable[[Layers], Predicate] = field(compare=False)
+
+    def names(self, model: nn.Module) -> list[str]:
+        """The layers of ``model`` that this picks, in the model's order.
+
+        >>> wide(64).names(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
+        ['0']
+        """
+        layers = sketchable_layers(model)
+        picks = self.bind(layers)
+        return [name for name, module in layers.items() if picks(module, name)]
+
+    def __and__(self, other: Selector | Predicate) -> Selector:
+        right = as_selector(other)
+
+        def bind(layers: Layers) -> Predicate:
+            a, b = self.bind(layers), right.bind(layers)
+            return lambda module, name: a(module, name) and b(module, name)
+
+        return Selector(f"({self} & {right})", bind)
+
+    def __or__(self, other: Selector | Predicate) -> Selector:
+        right = as_selector(other)
+
+        def bind(layers: Layers) -> Predicate:
+            a, b = self.bind(layers), right.bind(layers)
+            return lambda module, name: a(module, name) or b(module, name)
+
+        return Selector(f"({self} | {right})", bind)
+
+    def __rand__(self, other: Predicate) -> Selector:
+        return as_selector(other) & self
+
+    def __ror__(self, other: Predicate) -> Selector:
+        return as_selector(other) | self
+
+    def __invert__(self) -> Selector:
+        def bind(layers: Layers) -> Predicate:
+            a = self.bind(layers)
+            return lambda module, name: not a(module, name)
+
+        return Selector(f"~{self}", bind)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def sketchable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers whose very class ``sketch_`` knows, by name, in the order of registration."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if sketched_class(type(module)) is not None
+    }
+
+
+def as_selector(rule: Selector | Predicate) -> Selector:
+    """A filter from a plain function ``(module, name) -> bool``."""
+    if isinstance(rule, Selector):
+        return rule
+    if not callable(rule):
+        raise TypeError(
+            f"{rule!r} is not a filter; give a function (module, name) -> bool, or one of "
+            "sketchprop.select, for example select.linear & select.named('blocks.*')"
+        )
+    return where(rule)
+
+
+def where(predicate: Predicate) -> Selector:
+    """The layers for which ``predicate(module, name)`` is true."""
+    text = getattr(predicate, "__name__", repr(predicate))
+    return Selector(text, lambda layers: predicate)
+
+
+def named(*patterns: str) -> Selector:
+    """Layers whose name matches one of the patterns (``*``, ``?``, ``[...]``)."""
+
+    def matches(_: nn.Module, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    text = f"named({', '.join(map(repr, patterns))})"
+    return Selector(text, lambda layers: matches)
+
+
+def of(*types: type[nn.Module]) -> Selector:
+    """Layers of the given classes, sketched already or not."""
+    text = f"of({', '.join(t.__name__ for t in types)})"
+    return Selector(text, lambda layers: lambda module, name: isinstance(module, types))
+
+
+def wide(size: int) -> Selector:
+    """Layers with at least ``size`` outputs and inputs in each of their weight matrices.
+
+    A convolution's inputs are channels × kernel: the size of a flattened filter.
+    """
+
+    def is_wide(module: nn.Module, _: str) -> bool:
+        sketched = sketched_class(type(module))
+        return sketched is not None and min(map(min, sketched.matrices(module))) >= size
+
+    return Selector(f"wide({size})", lambda layers: is_wide)
+
+
+conv = Selector("conv", of(nn.Conv1d, nn.Conv2d).bind)
+"""Convolutions."""
+
+attention = Selector("attention", of(nn.MultiheadAttention).bind)
+"""``nn.MultiheadAttention``, each taken whole."""
+
+linear = Selector("linear", (~(conv | attention)).bind)
+"""Linear layers: ``nn.Linear``, transformers' ``Conv1D``, and layers made ``sketchable``."""
+
+
+def _end(position: int, rule: Selector) -> Callable[[Layers], Predicate]:
+    def bind(layers: Layers) -> Predicate:
+        picks = rule.bind(layers)
+        names = [name for name, module in layers.items() if picks(module, name)]
+        return lambda module, name: bool(names) and name == names[position]
+
+    return bind
+
+
+everything = Selector("everything", lambda layers: lambda module, name: True)
+"""Every layer that can be sketched."""
+
+first = Selector("first", _end(0, everything))
+"""The first layer, which usually needs no input gradient."""
+
+last = Selector("last", _end(-1, linear))
+"""The last linear layer: in most models the head, whose gradient all others build on."""

@@ -1,0 +1,141 @@
+"""What was done to each layer of a model, and why a layer was left alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from ..core.table import table
+from ..sketches import Sketch
+from . import BUILT_IN, SketchedModule, sketched_class
+from .faster import Judge
+from .transform import refusal
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One layer with a weight."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    sketch: Sketch | None
+    kept: float
+    """The share of atoms that the draw keeps, 1.0 for an exact layer."""
+    flops: float
+    """Backward FLOPs as a share of the exact ones, scoring and solving included."""
+    note: str
+    saved: float = 1.0
+    """Rows of the input that this layer keeps for dW, as a share. What another operation keeps
+    alive is not freed: ``meters.saved_bytes`` counts by unique storage."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Printable; ``.layers`` for programs, ``.as_dict()`` for logs."""
+
+    rows: int
+    layers: tuple[LayerSummary, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        header = (
+            "layer",
+            "kind",
+            "shape",
+            "sketch",
+            "kept",
+            f"FLOPs at {self.rows} rows",
+            "saved",
+            "note",
+        )
+        cells = [
+            (
+                layer.name or "(model)",
+                layer.kind,
+                " × ".join(map(str, layer.shape)),
+                "exact" if layer.sketch is None else repr(layer.sketch),
+                f"{layer.kept:.3f}",
+                f"{layer.flops:.3f}",
+                f"{layer.saved:.3f}",
+                layer.note,
+            )
+            for layer in self.layers
+        ]
+        return table(header, cells, "<<<<>>><")
+
+
+def summary(model: nn.Module, rows: int = 128) -> Summary:
+    """A line per layer that has a weight matrix: its sketch, what is kept, or why it is exact.
+
+    ``rows``: the number of rows (samples × tokens) for which FLOPs are counted.
+
+    >>> from sketchprop import L1, sketch_
+    >>> model = sketch_(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 10)), L1(0.125))
+    >>> [(layer.kept, layer.note) for layer in summary(model).layers]
+    [(0.125, ''), (1.0, 'not taken by sketch_')]
+    """
+    layers: list[LayerSummary] = []
+    sketches = [m.sketch for m in model.modules() if isinstance(m, SketchedModule)]
+    parts: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            parts[module.out_proj] = name
+        shape = _shape(module)
+        if shape is None:
+            continue
+        kind = type(module).__name__
+        if isinstance(module, SketchedModule):
+            layers.append(_sketched(name, module, shape, rows))
+            continue
+        if module in parts:
+            note = f"never called itself: a part of {parts[module]!r}"
+        elif sketched_class(type(module)) is not None:
+            reasons = [r for r in (refusal(module, s) for s in sketches) if r]
+            note = reasons[0] if reasons else "not taken by sketch_"
+        else:
+            note = _unknown(module)
+        layers.append(LayerSummary(name, kind, shape, None, 1.0, 1.0, note))
+    return Summary(rows, tuple(layers))
+
+
+def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: int) -> LayerSummary:
+    assert isinstance(module, nn.Module)
+    kind, sketch = type(module).__name__, module.sketch
+    matrices = module.matrices(module)
+    atoms = [sketch.atom_count(rows, n, d) for n, d in matrices]
+    kept = sum(sketch.rank(a) for a in atoms) / max(1, sum(atoms))
+    if all(sketch.keeps_all(rows, n, d) for n, d in matrices):
+        note = f"the budget keeps all {sum(atoms)} atoms: exact"
+        return LayerSummary(name, kind, shape, sketch, 1.0, 1.0, note)
+    exact = [4 * rows * n * d for n, d in matrices]
+    flops = sum(
+        whole if sketch.keeps_all(rows, n, d) else sketch.flops(rows, n, d)
+        for whole, (n, d) in zip(exact, matrices, strict=True)
+    )
+    note = module.judge.describe() if isinstance(module.judge, Judge) else ""
+    share = flops / max(1, sum(exact))
+    return LayerSummary(name, kind, shape, sketch, kept, share, note, sketch.saved_share(rows))
+
+
+def _shape(module: nn.Module) -> tuple[int, ...] | None:
+    """The shape of the first weight with a matrix in it; ``None`` if the module has none."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.dim() > 1 and not name.startswith("bias"):
+            return tuple(parameter.shape)
+    return None
+
+
+def _unknown(module: nn.Module) -> str:
+    kind = type(module).__name__
+    parents = [plain.__name__ for plain in BUILT_IN if isinstance(module, plain)]
+    if parents:
+        return f"{kind} is a subclass of nn.{parents[0]} and may compute something else"
+    stacks = [n for n, p in module._parameters.items() if p is not None and p.dim() == 3]
+    if stacks and "weight" not in stacks:
+        return f"{kind} is not a class that sketch_ knows: stacks of weights {', '.join(stacks)}"
+    return f"{kind} is not a class that sketch_ knows"

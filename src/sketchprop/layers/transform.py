@@ -1,0 +1,218 @@
+"""Sketching a model in place, and taking it back."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Literal, TypeVar
+
+from torch import nn
+
+from ..sketches import Sketch
+from . import BUILT_IN, SketchedModule, sketched_class
+from .faster import Judge
+from .select import Layers, Predicate, Selector, as_selector, everything, last, sketchable_layers
+
+Filter = Selector | Predicate
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def sketch_(
+    model: Model,
+    sketch: Sketch | Mapping[str, Sketch | None],
+    filter_fn: Filter | None = None,
+    *,
+    where: Literal["always", "faster"] = "always",
+    accumulate: bool = False,
+) -> Model:
+    """Gives layers of ``model`` a sketched backward, in place, and returns the model.
+
+    ``sketch``: one sketch, or a mapping from name patterns (``*``, ``?``, ``[...]``) to sketches;
+    the first pattern that matches a layer's name decides, ``None`` leaves it exact.
+    ``filter_fn``: which layers are taken, a filter of ``sketchprop.select`` or a function
+    ``(module, name) -> bool``; by default ``~select.last``, every layer but the last linear one
+    (with a mapping: every layer that a pattern matches). A layer that is sketched already gets
+    the new sketch; one that is not taken stays as it is, and ``summary`` says why.
+
+    ``where="faster"``: each layer times exact against sketched on its real shapes in the first
+    steps and keeps the faster; the decisions are remembered in a file (``faster.cache_file``) and
+    shown by ``summary``. ``where="always"`` sketches every layer that was taken.
+    ``accumulate``: linear layers add the kept rows of dW to an existing ``.grad`` in place; for
+    plain loops with ``zero_grad(set_to_none=False)``, see ``sketched_linear``.
+
+    Taken are linear layers, convolutions (with a kernel only by column sketches such as L1),
+    ``nn.MultiheadAttention``, transformers' ``Conv1D`` and layers made ``sketchable``.
+    Only classes change: parameters, ``state_dict`` keys, hooks and optimizers built before stay.
+
+    >>> from sketchprop import L1
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    >>> sketch_(model, L1(0.1))[0]
+    SketchedLinear(in_features=64, out_features=256, bias=True, sketch=L1(0.1))
+    >>> sketch_(model, {"0": L1(0.1), "2": L1(0.25)})[2]
+    SketchedLinear(in_features=256, out_features=10, bias=True, sketch=L1(0.25))
+    """
+    if where not in ("always", "faster"):
+        raise ValueError(f"where={where!r} is unknown; use where='always' or where='faster'")
+    layers = sketchable_layers(model)
+    chosen: dict[str, Sketch | None]
+    if isinstance(sketch, Mapping):
+        chosen = _match(layers, sketch)
+        rule = as_selector(filter_fn or everything)
+    elif isinstance(sketch, Sketch):
+        chosen = {name: sketch for name, layer in layers.items() if not refusal(layer, sketch)}
+        rule = as_selector(filter_fn or ~last)
+    else:
+        raise TypeError(
+            f"sketch={sketch!r} is a {type(sketch).__name__}; give a sketch, for example "
+            "L1(0.1), or a mapping from name patterns to sketches"
+        )
+    picks = rule.bind(layers)
+    chosen = {name: s for name, s in chosen.items() if picks(layers[name], name)}
+    if not chosen:
+        picked = {name: layer for name, layer in layers.items() if picks(layer, name)}
+        raise ValueError(_nothing_taken(model, layers, sketch, filter_fn, picked))
+    for name, s in chosen.items():
+        if s is None:
+            _restore(layers[name])
+        else:
+            _turn(layers[name], s, Judge() if where == "faster" else None, accumulate)
+    return model
+
+
+def unsketch_(model: Model) -> Model:
+    """Gives every sketched layer its own class back, in place, and returns the model."""
+    for module in model.modules():
+        _restore(module)
+    return model
+
+
+@contextmanager
+def exact(model: nn.Module) -> Iterator[None]:
+    """Exact gradients for every forward pass made inside; the sketches come back at the end.
+
+    >>> import torch
+    >>> from sketchprop import L1
+    >>> model = sketch_(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 10)), L1(0.1))
+    >>> with exact(model):
+    ...     model(torch.randn(8, 64)).square().mean().backward()
+    """
+    sketched = [m for m in model.modules() if isinstance(m, SketchedModule)]
+    before = [m.exact for m in sketched]
+    for m in sketched:
+        m.exact = True
+    try:
+        yield
+    finally:
+        for m, was in zip(sketched, before, strict=True):
+            m.exact = was
+
+
+def _turn(module: nn.Module, sketch: Sketch, judge: Judge | None, accumulate: bool) -> None:
+    if not isinstance(module, SketchedModule):
+        module.__class__ = sketched_class(type(module))  # type: ignore[assignment]
+        module.__dict__["exact"] = False
+    entries = {
+        "judge": judge,
+        "memory": sketch.memory(),
+        "accumulate": accumulate or None,
+    }
+    module.__dict__["sketch"] = sketch
+    for name, value in entries.items():
+        # An entry only where it differs from the class's: most layers have none.
+        module.__dict__.pop(name, None)
+        if value is not None:
+            module.__dict__[name] = value
+
+
+def _restore(module: nn.Module) -> None:
+    if not isinstance(module, SketchedModule):
+        return
+    if sketched_class(module.plain) is not type(module):
+        raise TypeError(
+            f"{type(module).__name__} was made from a sketched layer by another library (as "
+            "fully_shard does) and cannot be given its class back; use `with sketchprop.exact"
+            "(model):`, or unsketch_ the model before"
+        )
+    module.__class__ = module.plain  # type: ignore[assignment]
+    for name in ("sketch", "exact", "judge", "memory", "accumulate"):
+        module.__dict__.pop(name, None)
+
+
+def refusal(layer: nn.Module, sketch: Sketch) -> str:
+    """Why ``sketch`` cannot take this layer; empty if it can."""
+    sketched = sketched_class(type(layer))
+    return "" if sketched is None else sketched.left_exact(layer, sketch)
+
+
+def _match(layers: Layers, patterns: Mapping[str, Sketch | None]) -> dict[str, Sketch | None]:
+    """A sketch for each layer; what a wildcard happens to catch and cannot take stays out."""
+    for pattern, s in patterns.items():
+        if s is not None and not isinstance(s, Sketch):
+            raise TypeError(
+                f"{pattern!r}: {s!r} is not a sketch; give for example L1(0.1), or None"
+            )
+    chosen: dict[str, Sketch | None] = {}
+    refused: dict[str, list[str]] = {pattern: [] for pattern in patterns}
+    useful: set[str] = set()
+    for name, layer in layers.items():
+        hits = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+        if not hits:
+            continue
+        s = patterns[hits[0]]
+        reason = "" if s is None else refusal(layer, s)
+        if reason:
+            refused[hits[0]].append(f"{name!r} cannot be sketched: {reason}")
+            hits = hits[1:]
+        else:
+            chosen[name] = s
+        useful.update(hits)
+    for pattern in patterns:
+        if refused[pattern] and (pattern not in useful or pattern in layers):
+            raise ValueError(f"the pattern {pattern!r}: {refused[pattern][0]}")
+        if pattern not in useful:
+            raise ValueError(
+                f"the pattern {pattern!r} matches no layer that can be sketched; "
+                + _near(pattern, layers)
+            )
+    return chosen
+
+
+def _near(pattern: str, layers: Layers) -> str:
+    if not layers:
+        return "the model has none"
+    near = difflib.get_close_matches(pattern, layers, n=4, cutoff=0.3) or list(layers)[:4]
+    return "near names: " + ", ".join(repr(name) for name in near)
+
+
+def _nothing_taken(
+    model: nn.Module,
+    layers: Layers,
+    sketch: object,
+    filter_fn: Filter | None,
+    picked: Layers,
+) -> str:
+    if not layers:
+        known = ", ".join(sorted(f"nn.{plain.__name__}" for plain in BUILT_IN))
+        return (
+            f"{type(model).__name__} has no layer that can be sketched; {known} (the class "
+            "itself, not a subclass) can be, and layers of your own with @sketchable"
+        )
+    if isinstance(sketch, Sketch):
+        reasons = [(name, refusal(layer, sketch)) for name, layer in picked.items()]
+        refused = [f"{name!r}: {reason}" for name, reason in reasons if reason]
+        if refused:
+            return f"no layer can take {sketch!r}; {refused[0]}"
+    names = ", ".join(repr(name) for name in list(layers)[:6])
+    if filter_fn is not None:
+        return f"filter_fn took none of the layers that can be sketched: {names}"
+    if not isinstance(sketch, Sketch):
+        return (
+            f"the mapping is empty; name some of the layers {names}, for example "
+            f"{{{next(iter(layers))!r}: L1(0.1)}}"
+        )
+    return (
+        f"{type(model).__name__} has one layer that can be sketched, {names}, and by default the "
+        "last one stays exact; to take it, pass filter_fn=sketchprop.select.everything"
+    )

@@ -1,0 +1,36 @@
+"""Meters: what a sketch does to the gradient, what it costs and what it saves."""
+
+from .cost.flops import FlopsReport, measure_flops
+from .cost.memory import MemoryReport, saved_bytes
+from .cost.timing import BenchReport, Times, bench, step_times
+from .measure import MeasureReport, measure
+from .monitor import Monitor
+from .noise.estimate import Estimate
+from .noise.variance import VarianceReport, measure_variance
+from .plan import PlanReport, plan
+from .unbiased import UnbiasedReport, check_unbiased, expected_gradients
+from .verdict import Verdict, criterion
+
+__all__ = [
+    "BenchReport",
+    "Estimate",
+    "FlopsReport",
+    "MeasureReport",
+    "MemoryReport",
+    "Monitor",
+    "PlanReport",
+    "Times",
+    "UnbiasedReport",
+    "VarianceReport",
+    "Verdict",
+    "bench",
+    "check_unbiased",
+    "criterion",
+    "expected_gradients",
+    "measure",
+    "measure_flops",
+    "measure_variance",
+    "plan",
+    "saved_bytes",
+    "step_times",
+]

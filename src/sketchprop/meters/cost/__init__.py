@@ -1,0 +1,1 @@
+"""FLOPs, bytes and seconds of a step."""

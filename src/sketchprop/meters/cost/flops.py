@@ -1,0 +1,105 @@
+"""FLOPs of a backward pass, exact and sketched: counted, not estimated.
+
+Matrix products come from torch's flop counter on a real backward pass; what the counter does not
+see of a sketch (scores, sorts, draws, decompositions) is added by the sketch's own formulas. An
+operation on single elements counts as much as one inside a product, although it runs slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from ...layers import SketchedModule
+from ...layers.transform import exact
+from ..noise.passes import Loss, scalar_loss
+from ..restore import restored
+from .shapes import recorded_uses
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """Backward FLOPs of one layer, by formula."""
+
+    layer: str
+    exact: float
+    sketched: float
+
+
+@dataclass(frozen=True)
+class FlopsReport:
+    """FLOPs of one step of a model."""
+
+    forward: float
+    exact_backward: float
+    sketched_backward: float
+    overhead: float
+    """The part of the sketched backward that is not matrix products."""
+    layers: tuple[LayerFlops, ...]
+
+    @property
+    def kept(self) -> float:
+        """Sketched over exact backward FLOPs."""
+        return self.sketched_backward / max(1, self.exact_backward)
+
+    @property
+    def step_ratio(self) -> float:
+        """Sketched over exact FLOPs of a whole step: ρ(V)/ρ(0) in FLOPs."""
+        exact_step = self.forward + self.exact_backward
+        return (self.forward + self.sketched_backward) / max(1, exact_step)
+
+
+def measure_flops(model: nn.Module, loss_fn: Loss, batch: Any) -> FlopsReport:
+    """Counts a forward pass, an exact and a sketched backward pass over ``batch``."""
+    layers = {m: name for name, m in model.named_modules() if isinstance(m, SketchedModule)}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def backward(value: Tensor) -> float:
+        return _count(lambda: torch.autograd.grad(value, parameters, allow_unused=True))
+
+    with restored(model):
+        with exact(model):
+            kept: list[Tensor] = []
+            forward = _count(lambda: kept.append(scalar_loss(loss_fn, model, batch)))
+            exact_backward = backward(kept.pop())
+        active = {m: name for m, name in layers.items() if m.training and not m.exact}
+        with recorded_uses(active) as uses:  # type: ignore[arg-type]
+            value = scalar_loss(loss_fn, model, batch)
+            # Recomputation in backward is no further use.
+            calls = list(uses)
+            products = backward(value)
+    sketches = {name: m.sketch for m, name in active.items()}
+    overhead = sum(p.overhead_flops(sketches[u.name]) for u in calls for p in u.products)
+    totals: dict[str, tuple[float, float]] = {}
+    for use in calls:
+        before = totals.get(use.name, (0.0, 0.0))
+        after = use.sketched_flops(sketches[use.name])
+        totals[use.name] = (before[0] + use.exact_flops, before[1] + after)
+    lines = tuple(LayerFlops(name, *pair) for name, pair in totals.items())
+    return FlopsReport(forward, exact_backward, products + overhead, overhead, lines)
+
+
+def _count(action: Callable[[], Any]) -> float:
+    with FlopCounterMode(display=False, custom_mapping=_missing_from_the_counter()) as counter:
+        action()
+    return float(counter.get_total_flops())
+
+
+def _missing_from_the_counter() -> dict[Any, Any]:
+    """Fused attention on the CPU, which torch's counter does not know: without it the rest of a
+    transformer, and so what sketching leaves, would look smaller than it is."""
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return {
+        forward: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),  # type: ignore[no-untyped-call]
+        backward: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(g, q, k, v),  # type: ignore[no-untyped-call]
+    }

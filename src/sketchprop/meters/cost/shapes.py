@@ -1,0 +1,110 @@
+"""How large the layers of a model are in one forward pass of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...layers import sketched_class
+from ...sketches import Sketch
+
+
+@dataclass(frozen=True)
+class Product:
+    """A weight matrix in backward: ``B`` rows, ``n`` outputs, ``d`` inputs, and what it owes."""
+
+    B: int
+    n: int
+    d: int
+    input_grad: bool
+    weight_grad: bool
+
+    @property
+    def exact_flops(self) -> float:
+        return 2 * self.B * self.n * self.d * (self.input_grad + self.weight_grad)
+
+    def sketched_flops(self, sketch: Sketch) -> float:
+        if sketch.keeps_all(self.B, self.n, self.d):
+            return self.exact_flops
+        return sketch.flops(
+            self.B, self.n, self.d, input_grad=self.input_grad, weight_grad=self.weight_grad
+        )
+
+    def overhead_flops(self, sketch: Sketch) -> float:
+        """What a sketch does beside matrix products: invisible to torch's flop counter."""
+        sizes = self.B, self.n, self.d
+        if sketch.keeps_all(*sizes) or not (self.input_grad or self.weight_grad):
+            return 0
+        return sketch.planning_flops(*sizes) - sketch.planning_product_flops(*sizes)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of a layer."""
+
+    name: str
+    layer: nn.Module
+    args: Any
+    kwargs: Any
+    products: tuple[Product, ...]
+
+    @property
+    def exact_flops(self) -> float:
+        return sum(product.exact_flops for product in self.products)
+
+    def sketched_flops(self, sketch: Sketch) -> float:
+        return sum(product.sketched_flops(sketch) for product in self.products)
+
+
+@contextmanager
+def recorded_uses(layers: Mapping[nn.Module, str]) -> Iterator[list[Use]]:
+    """The calls of ``layers``, by name, in the order of forward.
+
+    Of the arguments only the shapes are kept: tensors on the meta device.
+    """
+    uses: list[Use] = []
+
+    def note(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            shapes, options = torch.utils._pytree.tree_map(_shape_only, (args, kwargs))
+            products = _products(layer, (args, kwargs), output)
+            uses.append(Use(layers[layer], layer, shapes, options, products))
+
+    handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        yield uses
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _products(layer: nn.Module, inputs: Any, output: Any) -> tuple[Product, ...]:
+    kind = sketched_class(type(layer))
+    if kind is None:
+        return ()
+    matrices = kind.matrices(layer)
+    out = next(x for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, Tensor))
+    # Every matrix of a layer sees the same rows (in attention: those of self-attention).
+    rows = out.numel() // max(1, matrices[-1][0])
+    given = [x for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+    from_below = any(x.requires_grad for x in given)
+    trains = any(p.requires_grad for p in layer.parameters() if p.dim() > 1)
+    last = len(matrices) - 1
+    return tuple(
+        # The last of several reads what the others made of trainable weights.
+        Product(rows, n, d, from_below or (0 < i == last and trains), trains)
+        for i, (n, d) in enumerate(matrices)
+    )
+
+
+def _shape_only(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty_strided(
+        x.shape, x.stride(), dtype=x.dtype, device="meta", requires_grad=x.requires_grad
+    )

@@ -1,0 +1,144 @@
+"""Times, taken in turns (exact, sketched, exact, …) so that both meet the same machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.stopwatch import in_turns
+from ...core.table import Cells, table
+from ...layers.transform import exact
+from ...ops import sketched_linear
+from ...sketches import Sketch
+from ..noise.passes import Loss, scalar_loss
+from ..restore import restored
+
+
+@dataclass(frozen=True)
+class Times:
+    """Two ways to compute the same, timed in turns."""
+
+    exact: float
+    """Seconds, the median."""
+    sketched: float
+    ratio: float
+    """The median of sketched over exact, pair by pair."""
+    ratio_error: float
+    rounds: int
+
+    @classmethod
+    def given(cls, exact: float, sketched: float, ratio_error: float = 0.0) -> Times:
+        """Times that were measured elsewhere, for example on another machine."""
+        if not (exact > 0 and sketched > 0):
+            raise ValueError(f"times must be positive seconds, not {exact!r} and {sketched!r}")
+        return cls(exact, sketched, sketched / exact, ratio_error, 0)
+
+    def with_overhead(self, seconds: float) -> Times:
+        """The same with ``seconds`` of work in each step that sketches do not touch."""
+        whole = self.exact + seconds
+        share = self.exact / whole
+        ratio = (self.ratio * self.exact + seconds) / whole
+        return Times(whole, self.sketched + seconds, ratio, self.ratio_error * share, self.rounds)
+
+
+def compare(exact_seconds: Sequence[float], sketched_seconds: Sequence[float]) -> Times:
+    """Medians, and the median of the pairs' ratios with its error from their spread."""
+    ratios = [s / max(e, 1e-12) for e, s in zip(exact_seconds, sketched_seconds, strict=True)]
+    ratio = median(ratios)
+    # 1.4826 MAD estimates a normal σ, and the median's error is 1.2533 σ/√rounds.
+    spread = 1.4826 * median(abs(r - ratio) for r in ratios)
+    error = 1.2533 * spread / len(ratios) ** 0.5
+    return Times(median(exact_seconds), median(sketched_seconds), ratio, error, len(ratios))
+
+
+def step_times(model: nn.Module, loss_fn: Loss, batch: Any, rounds: int = 7) -> Times:
+    """Forward and backward over ``batch``, exact and sketched in turns; no optimizer step."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def step() -> None:
+        value = scalar_loss(loss_fn, model, batch)
+        torch.autograd.grad(value, parameters, allow_unused=True)
+
+    def exact_step() -> None:
+        with exact(model):
+            step()
+
+    with restored(model):
+        seconds = in_turns([exact_step, step], rounds, parameters[0].device)
+    return compare(*seconds)
+
+
+@dataclass(frozen=True)
+class BenchLine:
+    """The backward of one linear layer: ``B × d × n``."""
+
+    shape: tuple[int, int, int]
+    sketch: str
+    times: Times
+    flops: float
+    """Sketched over exact FLOPs, planning included."""
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """Printable; ``.as_dict()`` for logs."""
+
+    lines: tuple[BenchLine, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def cells(self) -> Cells:
+        """A line for each shape and sketch: header and cells."""
+        rows = [
+            (
+                " × ".join(map(str, line.shape)),
+                line.sketch,
+                f"{1e3 * line.times.exact:.3f}",
+                f"{1e3 * line.times.sketched:.3f}",
+                f"{line.times.ratio:.3f} ± {line.times.ratio_error:.3f}",
+                f"{line.flops:.3f}",
+            )
+            for line in self.lines
+        ]
+        return ("B × d × n", "sketch", "exact ms", "sketched ms", "ratio", "FLOPs"), rows
+
+    def __str__(self) -> str:
+        return table(*self.cells(), "<<>>>>")
+
+
+def bench(
+    shapes: Sequence[tuple[int, int, int]],
+    sketches: Sequence[Sketch],
+    rounds: int = 15,
+    device: str | torch.device = "cpu",
+) -> BenchReport:
+    """Backward of a linear layer with bias, exact against sketched, for shapes ``(B, d, n)``."""
+    device = torch.device(device)
+    lines = []
+    for B, d, n in shapes:
+        for sketch in sketches:
+            seconds = in_turns(_backwards(B, d, n, sketch, device), rounds, device)
+            flops = sketch.flops(B, n, d) / (4 * B * n * d)
+            shown = 1.0 if sketch.keeps_all(B, n, d) else flops
+            lines.append(BenchLine((B, d, n), repr(sketch), compare(*seconds), shown))
+    return BenchReport(tuple(lines))
+
+
+def _backwards(
+    B: int, d: int, n: int, sketch: Sketch, device: torch.device
+) -> list[Callable[[], Any]]:
+    shapes = ((B, d), (n, d), (n,), (B, n))
+    x, W, b, G = (torch.randn(*shape, device=device) for shape in shapes)
+    leaves = [t.requires_grad_() for t in (x, W, b)]
+    outputs = [torch.nn.functional.linear(x, W, b), sketched_linear(x, W, b, sketch)]
+
+    def backward(y: Tensor) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(y, leaves, G, retain_graph=True)
+
+    return [backward(y) for y in outputs]

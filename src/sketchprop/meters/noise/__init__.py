@@ -1,0 +1,1 @@
+"""σ², V and where V is made."""

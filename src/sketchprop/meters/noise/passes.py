@@ -1,0 +1,258 @@
+"""Repeated gradients of one batch in which only the sketches' draws change.
+
+The randomness of a forward pass (dropout) is the same in every pass over a batch, the buffers
+are put back before each, and a draw is a number: the same number draws the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...layers import SketchedModule
+from ..restore import Buffers
+
+Loss = Callable[[Any, Any], Tensor]
+"""``loss_fn(model, batch)``, a scalar: what one step of training would call backward on."""
+
+
+class Switch:
+    """Decides for each use of a sketched layer whether it draws, and from which numbers.
+
+    Uses are numbered in the order of forward; a layer that is called twice has two. Backward
+    meets them in the opposite order, so sketching the uses ``first, first + 1, …`` sketches
+    those that backward meets first, and from the same seed their draws are the same whatever
+    ``first`` is.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.seed = seed
+        self.layers: dict[Any, str] = {
+            module: name
+            for name, module in model.named_modules()
+            if isinstance(module, SketchedModule) and module.training and not module.exact
+        }
+        self.first = 0
+        self.draw = 0
+        self._uses: defaultdict[nn.Module, list[int]] = defaultdict(list)
+        self._own_randomness: dict[int, Tensor] = {}
+        self._calls: Counter[nn.Module] = Counter()
+        self._exact = False
+        self._recording = False
+        self._before: list[Tensor] = []
+
+    @property
+    def uses(self) -> list[str]:
+        """The layer's name for each use of the probed pass, in the order of forward."""
+        named = {i: self.layers[m] for m, indices in self._uses.items() for i in indices}
+        return [named[i] for i in range(len(named))]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        handles = []
+        for module in self.layers:
+            handles += [
+                module.register_forward_pre_hook(self._enter),
+                module.register_forward_hook(self._leave),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def start(self, first: int | None, draw: int) -> None:
+        """Before a forward pass; ``first=None`` is exact and records which uses there are."""
+        self._calls.clear()
+        self._before.clear()
+        self._exact = self._recording = first is None
+        self.draw = draw
+        if first is None:
+            self._uses.clear()
+            self._own_randomness.clear()
+        else:
+            self.first = first
+
+    def forward_is_done(self) -> None:
+        """Between forward and backward: what is called from now on is a recomputation."""
+        self._recording = False
+
+    def _index(self, module: nn.Module) -> int:
+        call = self._calls[module]
+        self._calls[module] += 1
+        known = self._uses[module]
+        if self._recording and call == len(known):
+            known.append(sum(map(len, self._uses.values())))
+        if call < len(known):
+            return known[call]
+        if len(known) == 1:
+            return known[0]  # activation checkpointing runs the layer again in backward
+        raise RuntimeError(
+            f"{self.layers[module]!r} was called {call + 1} times, and {len(known)} times in the "
+            "exact pass over the same batch. If it is used several times under activation "
+            "checkpointing, measure without checkpointing: the gradients are the same"
+        )
+
+    def _enter(self, module: Any, args: Any) -> None:
+        index = self._index(module)
+        module.exact = self._exact or index < self.first
+        self._before.append(_random_state(module))
+        if not module.exact and index not in self._own_randomness:
+            seed(_device(module), self.seed, self.draw, index)
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        before, after = self._before.pop(), _random_state(module)
+        # ``_calls`` moved on in _enter: this use is the last one that was counted.
+        known = self._uses[module]
+        index = known[min(self._calls[module], len(known)) - 1]
+        if self._exact:
+            if self._recording and not torch.equal(before, after):
+                self._own_randomness[index] = after
+        elif index in self._own_randomness:
+            if not torch.equal(after, self._own_randomness[index]):
+                raise RuntimeError(
+                    f"{self.layers[module]!r} has dropout of its own and its sketch draws in "
+                    "forward: the two cannot be told apart. Set its dropout to 0 to measure"
+                )
+        elif not module.exact:
+            _set_random_state(module, before)
+
+
+class Gradients:
+    """Gradients of ``loss_fn(model, batch)`` for all trainable parameters."""
+
+    def __init__(self, model: nn.Module, loss_fn: Loss, buffers: Buffers, seed: int = 0) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.buffers = buffers
+        self.seed = seed
+        self.switch = Switch(model, seed)
+        self.after_forward: list[Callable[[], None]] = [self.switch.forward_is_done]
+        if not self.switch.layers:
+            raise ValueError(_nothing_sketched(model))
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError(
+                f"{type(model).__name__} has no parameter that requires a gradient; unfreeze one"
+            )
+        self.names = [name for name, _ in named]
+        self.parameters = [p for _, p in named]
+        self.device = self.parameters[0].device
+
+    def exact(self, batch: Any, *, keep_graph: bool = False) -> list[Tensor]:
+        """The exact gradient; records the uses of sketched layers on the way."""
+        return self._run(batch, None, 0, keep_graph)
+
+    def sketched(self, batch: Any, draw: int, first: int = 0) -> list[Tensor]:
+        """A sketched gradient with the uses from ``first`` on drawing, the others exact."""
+        return self._run(batch, first, draw, False)
+
+    def _run(self, batch: Any, first: int | None, draw: int, keep_graph: bool) -> list[Tensor]:
+        self.buffers.restore()
+        self.switch.start(first, draw)
+        seed(self.device, self.seed)
+        value = scalar_loss(self.loss_fn, self.model, batch)
+        for notify in self.after_forward:
+            notify()
+        seed(self.device, self.seed, draw, -1)
+        grads = torch.autograd.grad(
+            value, self.parameters, allow_unused=True, retain_graph=keep_graph
+        )
+        return [
+            torch.zeros_like(p) if g is None else g.detach()
+            for g, p in zip(grads, self.parameters, strict=True)
+        ]
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def _random_state(module: nn.Module) -> Tensor:
+    """The state of the generator that the layer would draw from."""
+    device = _device(module)
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def _set_random_state(module: nn.Module, state: Tensor) -> None:
+    device = _device(module)
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state)
+
+
+def seed(device: torch.device, *numbers: int) -> None:
+    """Seeds the default generators of the CPU and of ``device`` with a mix of ``numbers``.
+
+    Not ``torch.manual_seed``: where CUDA is not in use it formats a stack trace at each call,
+    which takes longer than a small network's step.
+    """
+    mixed = hash(numbers) & (2**63 - 1)
+    torch.default_generator.manual_seed(mixed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(mixed)
+
+
+def scalar_loss(loss_fn: Loss, model: nn.Module, batch: Any) -> Tensor:
+    """The loss, checked to be something that backward can start from."""
+    try:
+        value = loss_fn(model, batch)
+    except (TypeError, AttributeError) as error:
+        error.add_note("sketchprop calls loss_fn(model, batch): it runs the model itself")
+        raise
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.dim() != 0:
+        given = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else f"a {type(value).__name__}"
+        )
+        raise ValueError(
+            f"loss_fn returned {given}; return a scalar tensor, for example "
+            "F.cross_entropy(model(x), y), or use .mean()"
+        )
+    if not value.requires_grad:
+        raise ValueError(
+            "loss_fn returned a loss without a graph; run the model inside loss_fn(model, batch), "
+            "without no_grad or detach"
+        )
+    return value
+
+
+def squared_distance(a: list[Tensor], b: list[Tensor]) -> float:
+    """‖a - b‖², accumulated in float64 where the device has it; waits once for each device."""
+    totals: dict[torch.device, Tensor] = {}
+    for x, y in zip(a, b, strict=True):
+        part = _square_sum(x - y)
+        totals[x.device] = part + totals[x.device] if x.device in totals else part
+    return sum(float(total) for total in totals.values())
+
+
+def squared_norm(x: Tensor) -> float:
+    """‖x‖², accumulated in float64 where the device has it."""
+    return float(_square_sum(x))
+
+
+def _square_sum(x: Tensor) -> Tensor:
+    return x.to(torch.float32 if x.device.type == "mps" else torch.float64).square().sum()
+
+
+def _nothing_sketched(model: nn.Module) -> str:
+    name = type(model).__name__
+    sketched = [m for m in model.modules() if isinstance(m, SketchedModule)]
+    if sketched and all(m.exact for m in sketched):
+        return f"every sketch of {name} is off; leave `with sketchprop.exact(model):` to measure"
+    if sketched:
+        return f"every sketched layer of {name} is in eval mode while the model trains"
+    return (
+        f"{name} has no sketched layer; call sketch_(model, L1(0.1)) first, or say which sketch "
+        "to try: measure(..., sketch=L1(0.1))"
+    )

@@ -1,0 +1,259 @@
+"""σ² and V: the noise of minibatches, and what the sketches add to it, layer by layer.
+
+V = E‖ĝ - g‖² over the draws, ĝ the sketched and g the exact gradient of a batch, all trainable
+parameters together. It is split by the layer that injected it:
+
+    M₀ = g,  Mₖ = the gradient with the k uses sketched that backward meets first, the others
+    exact, Vₖ = E‖Mₖ - Mₖ₋₁‖².
+
+Backward is linear in what arrives from above and every draw is unbiased, so Mₖ is the mean of ĝ
+given the first k draws: a martingale. Its increments are uncorrelated, and Σ Vₖ = V exactly, in
+any network (a branch only needs some order, here that of backward). Vₖ holds all that the draw
+of layer k does to the gradients of its own and of all lower layers, for gradients that arrive
+noisy from above, as in training. That is not the V of sketching layer k alone.
+
+**Rare draws.** Where sketches compound (a uniform mask redrawn at each of many layers) V may come
+almost wholly from draws so rare that none is met: the sample then looks calm and its error small.
+But it betrays itself: a mean gradient that is not g. For each parameter ⟨ĝ - g, g⟩/‖g‖² is zero in
+the mean; where it is not, the report is not ``reliable`` and V a lower bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..restore import restored
+from .estimate import Estimate, minibatch_variance, over_draws, variance_ratio
+from .nodes import NodeMeter, NodeVariance, Record, Taps
+from .passes import Gradients, Loss, squared_distance
+
+SURPRISE = 5.0
+"""Standard errors that an alignment may be off; by chance once in a million parameters."""
+
+PILOT_DRAWS = 8
+MAX_DRAWS = 64
+TARGET_ERROR = 0.05
+
+
+@dataclass(frozen=True)
+class LayerVariance:
+    """What one layer's draws inject into the gradient."""
+
+    layer: str
+    sketch: str
+    injected: Estimate
+    relative: Estimate
+    """injected/σ²."""
+
+
+@dataclass(frozen=True)
+class VarianceReport:
+    """σ² and V of a sketched model at its present parameters."""
+
+    batches: int
+    draws: int
+    """Draws for each batch."""
+    sigma2: Estimate
+    added: Estimate
+    """V, in total."""
+    relative: Estimate
+    """V/σ²."""
+    layers: tuple[LayerVariance, ...]
+    """In the order of forward; empty without ``split``."""
+    remainder: Estimate | None
+    """V - Σ of the layers, draw by draw: zero within its error."""
+    nodes: tuple[NodeVariance, ...]
+    missed: dict[str, Estimate]
+    """⟨ĝ - g, g⟩/‖g‖² of each parameter where it is not zero within its error: -1 where the draws
+    never brought a gradient."""
+
+    @property
+    def reliable(self) -> bool:
+        """Whether the mean of the draws is the exact gradient, as far as they can tell.
+
+        If not, either a sketch is biased (``check_unbiased`` knows), or V comes from draws too
+        rare to be met, and is larger than reported.
+        """
+        return not self.missed
+
+
+def surprising(values: Sequence[Sequence[float]]) -> bool:
+    """Whether a mean that should be zero is not; the limit is wider for few draws."""
+    estimate = over_draws(values)
+    freedom = sum(len(draws) - 1 for draws in values)
+    limit = SURPRISE * (1 + 6 / max(1, freedom)) * estimate.draw_error
+    return abs(estimate.value) > max(limit, 1e-4)
+
+
+def measure_variance(
+    model: nn.Module,
+    loss_fn: Loss,
+    batches: Sequence[Any],
+    *,
+    draws: int | None = None,
+    split: bool = True,
+    nodes: bool = True,
+    seed: int = 0,
+) -> VarianceReport:
+    """σ², V and where V comes from. Costs (uses of sketched layers) × draws × batches steps.
+
+    ``draws=None`` lets eight pilot draws on the first batch choose how many bring the error of V
+    below 5 % (at most 64 for each batch). ``split=False`` measures only the total, one step for
+    each draw. All sums run in float64; nothing of the size of draws × parameters is stored.
+    """
+    batches = list(batches)
+    if len(batches) < 2:
+        raise ValueError(
+            f"{len(batches)} batch was given; σ² is the variance between batches: give at least "
+            "two, better eight, as training draws them"
+        )
+    if draws is not None and draws < 2:
+        raise ValueError(f"draws={draws} has no spread; give at least 2, or None to let it choose")
+    with restored(model) as buffers:
+        gradients = Gradients(model, loss_fn, buffers, seed)
+        meter = _VarianceMeter(gradients, split, Taps(gradients.switch.layers) if nodes else None)
+        with meter.installed():
+            mean = _mean_gradient(gradients, batches)
+            count = draws or meter.pilot(batches[0], len(batches))
+            for batch in batches:
+                meter.add_batch(batch, mean, count)
+        sketches = {name: repr(m.sketch) for m, name in gradients.switch.layers.items()}
+        return meter.report(count, sketches)
+
+
+def _mean_gradient(gradients: Gradients, batches: Sequence[Any]) -> list[Tensor]:
+    mean: list[Tensor] = []
+    for i, batch in enumerate(batches):
+        exact = [_wide(g) for g in gradients.exact(batch)]
+        if not mean:
+            mean = [torch.zeros_like(g) for g in exact]
+        for total, g in zip(mean, exact, strict=True):
+            total.add_((g - total) / (i + 1))
+    return mean
+
+
+def _wide(g: Tensor) -> Tensor:
+    return g if g.device.type == "mps" else g.double()
+
+
+class _VarianceMeter:
+    def __init__(self, gradients: Gradients, split: bool, taps: Taps | None) -> None:
+        self.gradients = gradients
+        self.split = split
+        self.taps = taps
+        self.nodes = NodeMeter()
+        self.deviations: list[float] = []
+        self.totals: list[list[float]] = []
+        self.remainders: list[list[float]] = []
+        self.alignments: list[list[list[float]]] = [[] for _ in gradients.parameters]
+        self.layers: dict[str, list[list[float]]] = {}
+
+    def installed(self) -> Any:
+        stack = contextlib.ExitStack()
+        stack.enter_context(self.gradients.switch.installed())
+        if self.taps is not None:
+            stack.enter_context(self.taps.installed())
+            self.gradients.after_forward.append(self.taps.forward_is_done)
+        return stack
+
+    def pilot(self, batch: Any, batches: int) -> int:
+        """How many draws for each batch bring the error of V below the target."""
+        exact = self.gradients.exact(batch)
+        values, alignments = [], []
+        for draw in range(PILOT_DRAWS):
+            sketched = self.gradients.sketched(batch, -1 - draw)
+            values.append(squared_distance(sketched, exact))
+            alignments.append(alignment(sketched, exact))
+        estimate = over_draws([values])
+        if estimate.value == 0 or not math.isfinite(estimate.value):
+            return 2
+        if any(surprising([of_parameter]) for of_parameter in zip(*alignments, strict=True)):
+            return MAX_DRAWS
+        spread = estimate.draw_error / estimate.value * math.sqrt(PILOT_DRAWS)
+        needed = math.ceil((spread / TARGET_ERROR) ** 2 / batches)
+        return min(MAX_DRAWS, max(PILOT_DRAWS, needed))
+
+    def add_batch(self, batch: Any, mean: list[Tensor], draws: int) -> None:
+        record = None if self.taps is None else self.taps.start()
+        exact = self.gradients.exact(batch, keep_graph=record is not None)
+        self.deviations.append(squared_distance([_wide(g) for g in exact], mean))
+        self.totals.append([])
+        for batches in self.alignments:
+            batches.append([])
+        self.remainders.append([])
+        uses = self.gradients.switch.uses
+        if not uses:
+            raise ValueError("loss_fn never called a sketched layer; nothing can be measured")
+        for name in uses:
+            self.layers.setdefault(name, [[] for _ in self.totals[1:]])
+        for values in self.layers.values():
+            values.append([])
+        self.nodes.start_batch()
+        for draw in range(draws):
+            self._add_draw(batch, draw, exact, uses, record)
+
+    def _add_draw(
+        self, batch: Any, draw: int, exact: list[Tensor], uses: list[str], record: Record | None
+    ) -> None:
+        injected = dict.fromkeys(self.layers, 0.0)
+        before = exact
+        # The first use in forward is the last in backward: from the top of the network down.
+        for first in reversed(range(1, len(uses))) if self.split else ():
+            after = self.gradients.sketched(batch, draw, first)
+            injected[uses[first]] += squared_distance(after, before)
+            before = after
+        sketched_record = None if record is None or self.taps is None else self.taps.start()
+        final = self.gradients.sketched(batch, draw)
+        injected[uses[0]] += squared_distance(final, before)
+        total = squared_distance(final, exact)
+        if not math.isfinite(total):
+            raise ValueError(
+                "a gradient is not finite; the variance of such gradients means nothing"
+            )
+        self.totals[-1].append(total)
+        for batches, value in zip(self.alignments, alignment(final, exact), strict=True):
+            batches[-1].append(value)
+        self.remainders[-1].append(total - math.fsum(injected.values()))
+        for name, value in injected.items():
+            self.layers[name][-1].append(value)
+        if record is not None and sketched_record is not None:
+            self.nodes.add(record, sketched_record)
+
+    def report(self, draws: int, sketches: dict[str, str]) -> VarianceReport:
+        layers = tuple(
+            LayerVariance(
+                name, sketches[name], over_draws(values), variance_ratio(values, self.deviations)
+            )
+            for name, values in self.layers.items()
+        )
+        return VarianceReport(
+            batches=len(self.deviations),
+            draws=draws,
+            sigma2=minibatch_variance(self.deviations),
+            added=over_draws(self.totals),
+            relative=variance_ratio(self.totals, self.deviations),
+            layers=layers if self.split else (),
+            remainder=over_draws(self.remainders) if self.split else None,
+            nodes=self.nodes.result(),
+            missed={
+                name: over_draws(values)
+                for name, values in zip(self.gradients.names, self.alignments, strict=True)
+                if surprising(values)
+            },
+        )
+
+
+def alignment(sketched: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """⟨ĝ - g, g⟩/‖g‖² of each parameter."""
+    pairs = list(zip(sketched, exact, strict=True))
+    dots = [float((_wide(a - b) * b).sum()) for a, b in pairs]
+    sizes = [float(_wide(b).square().sum()) for b in exact]
+    # Where g = 0 there is nothing to be aligned with.
+    return [dot / size if size else 0.0 for dot, size in zip(dots, sizes, strict=True)]

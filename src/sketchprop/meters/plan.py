@@ -1,0 +1,302 @@
+"""Which layers are worth sketching, by their times on this machine, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.stopwatch import in_turns
+from ..core.table import Cells, table
+from ..layers.select import sketchable_layers
+from ..layers.transform import exact, refusal, sketch_
+from ..sketches import L1, Sketch
+from .cost.shapes import Use, recorded_uses
+from .cost.timing import Times, compare
+from .noise.passes import Loss, scalar_loss
+from .restore import restored
+
+WORTH = 0.9
+"""A layer is worth sketching if its backward takes at most this share of the exact time."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer that could be sketched."""
+
+    layer: str
+    kind: str
+    rows: int
+    """Samples × tokens or positions that pass the layer."""
+    shape: tuple[int, ...]
+    """Outputs × inputs of its largest weight matrix."""
+    uses: int
+    seconds: float
+    """Its exact backward, all uses together."""
+    time_share: float
+    """Of the backward of the whole model."""
+    flops_share: float
+    """Of the FLOPs of all layers listed."""
+    ratio: float | None
+    """Sketched over exact time of this layer; ``None`` if the sketch cannot take it."""
+    flops_ratio: float | None
+    break_even: float | None
+    """The kept fraction below which sketching is faster; 0.0: never."""
+    worth: bool
+    note: str
+
+    @property
+    def saved_seconds(self) -> float:
+        return 0.0 if self.ratio is None else self.seconds * (1 - self.ratio)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The answer of ``plan``: printable, ``.worthwhile``, ``.as_dict()``."""
+
+    sketch: Sketch
+    backward_seconds: float
+    layers: tuple[LayerPlan, ...]
+
+    @property
+    def worthwhile(self) -> dict[str, Sketch]:
+        """What to give to ``sketch_``: the layers that get faster, by name."""
+        return {line.layer: self.sketch for line in self.layers if line.worth}
+
+    @property
+    def backward_ratio(self) -> float:
+        """The backward pass with the worthwhile layers sketched, over the exact one."""
+        saved = sum(line.saved_seconds for line in self.layers if line.worth)
+        return max(0.0, 1 - saved / self.backward_seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "sketch": repr(self.sketch),
+            "backward_seconds": self.backward_seconds,
+            "backward_ratio": self.backward_ratio,
+            "worthwhile": list(self.worthwhile),
+            "layers": [
+                {**asdict(line), "saved_seconds": line.saved_seconds} for line in self.layers
+            ],
+        }
+
+    def cells(self) -> Cells:
+        """A line for each layer: header and cells."""
+        header = (
+            *("layer", "kind", "rows", "n × d", "ms", "of backward", "FLOPs"),
+            *(f"{self.sketch!r}", "saves ms", "break-even", "sketch it?"),
+        )
+        rows = [
+            (
+                line.layer or "(model)",
+                line.kind + (f" ×{line.uses}" if line.uses > 1 else ""),
+                str(line.rows),
+                " × ".join(map(str, line.shape)),
+                f"{1e3 * line.seconds:.3f}",
+                f"{line.time_share:.1%}",
+                f"{line.flops_share:.1%}",
+                "-" if line.ratio is None else f"{line.ratio:.2f} ×",
+                f"{1e3 * line.saved_seconds:.3f}",
+                "-" if line.break_even is None else f"{line.break_even:.2f}",
+                ("yes" if line.worth else "no") + (f": {line.note}" if line.note else ""),
+            )
+            for line in self.layers
+        ]
+        return header, rows
+
+    def conclusion(self) -> str:
+        """How many layers, and what the backward pass would take."""
+        return (
+            f"{len(self.worthwhile)} of {len(self.layers)} layers are worth {self.sketch!r}: the "
+            f"backward pass ({1e3 * self.backward_seconds:.2f} ms) would take "
+            f"{self.backward_ratio:.2f} ×.\n"
+            "Faster is not yet better: measure() says whether the added variance is worth it."
+        )
+
+    def __str__(self) -> str:
+        return f"{table(*self.cells(), '<<><>>>>>><')}\n{self.conclusion()}"
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Loss | None = None,
+    *,
+    sketch: Sketch | None = None,
+    rounds: int = 7,
+) -> PlanReport:
+    """A line for each layer that can be sketched: its share of backward, what a sketch saves.
+
+    ``loss_fn(model, batch)`` as in ``measure``; without it the model is called with ``batch`` (a
+    tuple as arguments, a dict as keywords) and the mean square of its output is taken: times
+    depend on shapes alone. ``sketch`` is the one to try, L1(0.1) unless given.
+
+    Each layer's backward is timed on this machine, alone, at the shapes it has in the model,
+    exact and sketched in turns; a second budget gives the break-even by a straight line.
+    Layers of equal shapes are timed once. The model is left as it was.
+
+        report = plan(model, x)
+        sketch_(model, report.worthwhile)
+    """
+    sketch = sketch or L1(0.1)
+    loss_fn = loss_fn or _mean_square
+    layers = {layer: name for name, layer in sketchable_layers(model).items()}
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that can be sketched; see sketchprop.summary"
+        )
+    with restored(model), exact(model):
+        with recorded_uses(layers) as recorded:
+            value = scalar_loss(loss_fn, model, batch)
+            uses = list(recorded)
+        backward = _backward_seconds(model, value, rounds)
+        del value
+        uses = [use for use in uses if use.exact_flops]
+        if not uses:
+            raise ValueError("no layer that can be sketched takes part in this backward pass")
+        timed = _LayerTimer(sketch, rounds)
+        lines = tuple(
+            _line([use for use in uses if use.name == name], sketch, timed, backward, uses)
+            for name in dict.fromkeys(use.name for use in uses)
+        )
+    return PlanReport(sketch, backward, lines)
+
+
+def _backward_seconds(model: nn.Module, value: Tensor, rounds: int) -> float:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def backward() -> Any:
+        return torch.autograd.grad(value, parameters, allow_unused=True, retain_graph=True)
+
+    (seconds,) = in_turns([backward], rounds, value.device)
+    return compare(seconds, seconds).exact
+
+
+def _line(
+    uses: list[Use], sketch: Sketch, timed: _LayerTimer, backward: float, everything: list[Use]
+) -> LayerPlan:
+    layer = uses[0].layer
+    reason = refusal(layer, sketch)
+    times, break_even = timed(uses[0], sketched=not reason)
+    largest = max(uses[0].products, key=lambda product: product.n * product.d)
+    exact_flops = sum(use.exact_flops for use in uses)
+    seconds = times.exact * len(uses)
+    keeps_all = all(sketch.keeps_all(p.B, p.n, p.d) for p in uses[0].products)
+    taken = not reason and not keeps_all
+    worth = taken and times.ratio <= WORTH
+    note = reason or ("the budget keeps everything" if keeps_all else "")
+    if taken and not worth:
+        note = "too small to gain" if times.ratio > 1 else "hardly faster"
+    return LayerPlan(
+        layer=uses[0].name,
+        kind=type(layer).__name__.removeprefix("Sketched"),
+        rows=largest.B,
+        shape=(largest.n, largest.d),
+        uses=len(uses),
+        seconds=seconds,
+        time_share=seconds / backward,
+        flops_share=exact_flops / sum(use.exact_flops for use in everything),
+        ratio=times.ratio if taken else None,
+        flops_ratio=sum(u.sketched_flops(sketch) for u in uses) / exact_flops if taken else None,
+        break_even=break_even if taken else None,
+        worth=worth,
+        note=note,
+    )
+
+
+class _LayerTimer:
+    """Times one layer alone; layers of equal kinds and shapes once."""
+
+    def __init__(self, sketch: Sketch, rounds: int) -> None:
+        self.sketch = sketch
+        self.rounds = rounds
+        self._known: dict[object, tuple[Times, float | None]] = {}
+
+    def __call__(self, use: Use, *, sketched: bool) -> tuple[Times, float | None]:
+        key = (type(use.layer), use.products, _signature(use), sketched)
+        if key not in self._known:
+            self._known[key] = self._time(use, sketched)
+        return self._known[key]
+
+    def _time(self, use: Use, sketched: bool) -> tuple[Times, float | None]:
+        device = next(use.layer.parameters()).device
+        actions = [_backward(use, None, device)]
+        if not sketched:
+            (alone,) = in_turns(actions, self.rounds, device)
+            return compare(alone, alone), None
+        atoms = [self.sketch.atom_count(p.B, p.n, p.d) for p in use.products]
+        kept = sum(self.sketch.rank(a) for a in atoms) / sum(atoms)
+        budget = 0.5 if kept < 0.4 else 0.1
+        for s in (self.sketch, replace(self.sketch, budget=budget)):
+            actions.append(_backward(use, s, device))
+        seconds = in_turns(actions, self.rounds, device)
+        times, second = (compare(seconds[0], other) for other in seconds[1:])
+        return times, break_even((kept, times.ratio), (budget, second.ratio))
+
+
+def break_even(first: tuple[float, float], second: tuple[float, float]) -> float:
+    """The kept fraction at which the ratio reaches 1, on the line through two (kept, ratio)."""
+    (p, ratio), (q, other) = sorted((first, second))
+    if other <= ratio:  # noise, or a sketch whose cost does not depend on its budget
+        return 1.0 if (ratio + other) / 2 < 1 else 0.0
+    return min(1.0, max(0.0, p + (1 - ratio) * (q - p) / (other - ratio)))
+
+
+def _backward(use: Use, sketch: Sketch | None, device: torch.device) -> Callable[[], Any]:
+    """The backward pass of one layer, at the shapes of ``use``, with a graph that stays."""
+
+    def real(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        filled = twin.normal_() if x.is_floating_point() else twin.zero_()
+        return filled.requires_grad_(x.requires_grad)
+
+    args, kwargs = torch.utils._pytree.tree_map(real, (use.args, use.kwargs))
+    layer = use.layer
+    with restored(layer):
+        if sketch is not None:
+            sketch_(layer, sketch, lambda module, name: module is layer)
+            layer.exact = False  # type: ignore[assignment]
+        output = layer(*args, **kwargs)
+    outputs = [x for x in torch.utils._pytree.tree_leaves(output) if _differentiable(x)]
+    given = torch.utils._pytree.tree_leaves((args, kwargs))
+    leaves = [x for x in [*given, *layer.parameters()] if _differentiable(x)]
+    grads = [torch.randn_like(x) for x in outputs]
+
+    def backward() -> Any:
+        return torch.autograd.grad(outputs, leaves, grads, retain_graph=True, allow_unused=True)
+
+    return backward
+
+
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _signature(use: Use) -> object:
+    leaves = torch.utils._pytree.tree_leaves((use.args, use.kwargs))
+    return tuple(
+        (tuple(x.shape), x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
+        for x in leaves
+    )
+
+
+def _mean_square(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, tuple):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    if isinstance(output, Mapping):
+        output = dict(output)  # the outputs of transformers are no dicts to pytree
+    found = [x for x in torch.utils._pytree.tree_leaves(output) if _differentiable(x)]
+    if not found:
+        raise ValueError(
+            "the model's output has no tensor to start backward from; give loss_fn(model, batch)"
+        )
+    return torch.stack([x.float().square().mean() for x in found]).sum()

@@ -1,0 +1,66 @@
+"""Does it pay? The paper's criterion: ρ(V)(σ² + V) ≤ ρ(0)σ²."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .noise.estimate import Estimate
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """SGD needs ∝ σ² + V steps of cost ρ: the change of the cost to a given accuracy."""
+
+    basis: str
+    """What ρ is: "time" or "FLOPs"."""
+    cost: float
+    """ρ(V)/ρ(0): a sketched step over an exact one."""
+    steps: float
+    """(σ² + V)/σ²: how many times more steps."""
+    change: float
+    """Their product: below 1 sketching pays, 0.8 means a fifth less to the same accuracy."""
+    error: float
+    """Its standard error."""
+
+    @property
+    def pays(self) -> bool:
+        return self.change <= 1
+
+    @property
+    def certain(self) -> bool:
+        """Whether the change differs from 1 by more than two standard errors."""
+        return abs(self.change - 1) > 2 * self.error
+
+    def as_dict(self) -> dict[str, Any]:
+        numbers = {k: _finite(v) for k, v in asdict(self).items()}
+        return {**numbers, "pays": self.pays, "certain": self.certain}
+
+    def __str__(self) -> str:
+        answer = "pays" if self.pays else "does not pay"
+        doubt = "" if self.certain else ", within its error"
+        error = f"{self.error:.2g}" if math.isfinite(self.error) else "?"
+        return (
+            f"by {self.basis}: {answer}{doubt}: a step costs {self.cost:.3f} × and "
+            f"{self.steps:.3f} × the steps are needed, {self.change:.3f} ± {error} × in all"
+        )
+
+
+def criterion(
+    relative: Estimate, cost: float, cost_error: float = 0.0, basis: str = "time"
+) -> Verdict:
+    """The verdict for V/σ² and the cost ratio ρ(V)/ρ(0), errors propagated to first order.
+
+    >>> criterion(Estimate(0.5, 0.0), 0.6).pays
+    True
+    >>> criterion(Estimate(0.5, 0.0), 0.7).pays
+    False
+    """
+    steps = 1 + relative.value
+    error = math.hypot(cost * relative.error, steps * cost_error)
+    return Verdict(basis, cost, steps, cost * steps, error)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,120 @@
+"""Two passes over one graph, one for dX and one for dW, as zero-bubble pipelines make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+import sketchprop as sp
+from sketchprop.core.compact import CompactGradient
+
+
+def linear_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 20), nn.Tanh())
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 12, 1))
+
+
+NETS = pytest.mark.parametrize(
+    ("build", "shape"), [(linear_net, (16, 12)), (conv_net, (4, 3, 6, 6))], ids=["linear", "conv"]
+)
+
+
+def sketched(build: Callable[[], nn.Module], sketch: sp.Sketch) -> nn.Module:
+    torch.manual_seed(0)
+    return sp.sketch_(build(), sketch, sp.select.everything)
+
+
+def in_two_passes(model: nn.Module, x: Tensor, G: Tensor) -> list[Tensor]:
+    for p in model.parameters():
+        p.grad = None
+    x = x.detach().requires_grad_()
+    torch.manual_seed(3)
+    y = model(x)
+    grads, groups = stage_backward_input([y], [G], [x], model.parameters())
+    stage_backward_weight(model.parameters(), groups)
+    return [grads[0], *(p.grad for p in model.parameters())]
+
+
+def in_one_pass(model: nn.Module, x: Tensor, G: Tensor) -> list[Tensor]:
+    for p in model.parameters():
+        p.grad = None
+    x = x.detach().requires_grad_()
+    torch.manual_seed(3)
+    model(x).backward(G)
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+@NETS
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+def test_both_passes_use_one_draw(build, shape, last) -> None:
+    """The same seed gives the same gradients in one pass and in two: nothing is drawn again."""
+    model = sketched(build, sp.L1(0.25))
+    x = torch.randn(shape)
+    if last and x.dim() == 4:
+        x = x.to(memory_format=torch.channels_last)
+    G = torch.randn_like(model(x))
+    for one, two in zip(in_one_pass(model, x, G), in_two_passes(model, x, G), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_each_product_is_made_once(monkeypatch) -> None:
+    model = sketched(linear_net, sp.L1(0.25))
+    x = torch.randn(16, 12)
+    G = torch.randn_like(model(x))
+    kind = type(sp.L1(0.25)(G))
+    counts = {"input_grad": 0, "weight_grad": 0, "compact": 0}
+
+    def counted(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def wrapper(self: CompactGradient, *args: Tensor) -> Tensor:
+            counts[name] += 1
+            return method(self, *args)
+
+        monkeypatch.setattr(owner, name, wrapper)
+
+    counted(kind, "input_grad")
+    counted(kind, "weight_grad")
+    counted(sp.L1, "compact")
+    in_two_passes(model, x, G)
+    assert counts == {"input_grad": 2, "weight_grad": 2, "compact": 2}
+
+
+@NETS
+def test_the_same_question_twice_is_drawn_anew(build, shape) -> None:
+    """Only what a pass left over comes from its draw: repeated draws stay independent."""
+    model = sketched(build, sp.L1(0.25))
+    x = torch.randn(shape, requires_grad=True)
+    y = model(x)
+    G = torch.randn_like(y)
+    ask = lambda: torch.autograd.grad(y, x, G, retain_graph=True)[0]  # noqa: E731
+    assert not torch.equal(ask(), ask())
+
+
+@NETS
+def test_another_gradient_is_drawn_anew(build, shape) -> None:
+    model = sketched(build, sp.L1(0.25))
+    x = torch.randn(shape, requires_grad=True)
+    last = list(model.parameters())[-2]
+    y = model(x)
+    zero, G = torch.zeros_like(y), torch.randn_like(y)
+    torch.autograd.grad(y, x, zero, retain_graph=True)
+    assert torch.autograd.grad(y, last, G)[0].abs().sum() > 0
+
+
+def test_a_graph_that_is_freed_keeps_nothing() -> None:
+    model = sketched(linear_net, sp.L1(0.25))
+    x = torch.randn(16, 12, requires_grad=True)
+    y = model(x)
+    node = y.grad_fn.next_functions[0][0]
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert node.left is not None
+    torch.autograd.grad(y.sum(), x)
+    assert node.left is None

@@ -1,0 +1,63 @@
+"""The examples run as their docstrings say; those for torchrun: test_distributed_examples."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sketchprop.data import DataError, cifar10
+
+FOLDER = Path(__file__).parents[2] / "examples"
+EXAMPLES = sorted(path.name for path in FOLDER.glob("*.py"))
+TABLE = re.compile(r"^(exact|\w+\(0\.5\)) +(\d+\.\d+) +([01]\.\d+) +(\d+\.\d+)", re.MULTILINE)
+
+
+def run(example, *arguments):
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / example), *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_trainer_example_compares_both_ways():
+    pytest.importorskip("transformers", reason="needs transformers")
+    out = run("finetune_trainer.py", "--smoke", "--sketch", "L1", "--budget", "0.5")
+    rows = TABLE.findall(out)
+    assert [name for name, *_ in rows] == ["exact", "L1(0.5)"]
+    exact, sketched = re.findall(r"kept backward FLOPs of linear layers: (\S+)", out)
+    assert float(exact) == 1.0
+    assert 0.5 < float(sketched) < 0.7  # half of each sketched layer, scoring, the exact last one
+    assert len({loss for _, loss, *_ in rows}) == 2  # other draws, another loss
+
+
+def test_the_vit_example_compares_both_ways():
+    try:
+        cifar10(train=False, download=False)
+    except DataError as error:
+        pytest.skip(f"CIFAR-10 is not here: {error}")
+    out = run("vit_cifar10.py", "--smoke", "--budget", "0.5")
+    assert "step 4/4" in out
+    assert "blocks.0.mlp.0     SketchedLinear" in out
+    assert [name for name, *_ in TABLE.findall(out)] == ["exact", "Rows(0.5)"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_teaches_and_is_listed(example):
+    source = (FOLDER / example).read_text(encoding="utf-8")
+    lesson = ast.get_docstring(ast.parse(source))
+    assert f"examples/{example}" in lesson  # how to start it
+    assert "ArgumentParser(" in source
+    assert "description=__doc__" in source
+    assert f"({example})" in (FOLDER / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,58 @@
+"""The benchmark commands run and write what they measured; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(tmp_path, *arguments):
+    output = tmp_path / "result.json"
+    call = [sys.executable, "-m", "benchmarks", *arguments, "--seconds", "0.01"]
+    call += ["--output", str(output), "--plot", str(tmp_path / "plot.png")]
+    environment = {**os.environ, "SKETCHPROP_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        call, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(output.read_text()), done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("linear", "--shapes", "16x24x32", "--budgets", "0.1", "0.5"),
+        ("conv", "--batch", "2", "--channels", "8", "16", "--size", "4"),
+        ("model", "--only", "784-64"),
+        ("memory", "--only", "784-64"),
+        ("import",),
+    ],
+)
+def test_a_benchmark_runs(tmp_path, arguments):
+    result, printed = run(tmp_path, *arguments)
+    assert result["machine"]["threads"] == 1
+    assert result["machine"]["torch"]
+    if arguments[0] == "memory":
+        assert {row["allocator"] for row in result["rows"]} >= {"default", "keep_pages"}
+        assert all(row["ratio"] > 0 for row in result["rows"])
+        return
+    if arguments[0] == "import":
+        cases = {row["case"]: row for row in result["rows"]}
+        assert all(row["low_ms"] > 0 for name, row in cases.items() if "added" not in name)
+        assert cases["the statement alone"]["third-party modules"] == "none"
+        return
+    assert result["machine"]["allocator_settings"]["MALLOC_MMAP_MAX_"] == "0"
+    assert result["lines"]
+    for line in result["lines"]:
+        assert 0 < line["ratio"]["low"] <= line["ratio"]["median"] <= line["ratio"]["high"]
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    if arguments[0] == "linear":
+        assert {line["budget"] for line in result["lines"]} == {0.1, 0.5}
+        assert "overhead" in printed

@@ -1,0 +1,417 @@
+"""The studies on CIFAR-10: what is trained, what is sketched, the figure, and the RCS question."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_experiments_training import pictures
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import sketchprop as sp
+from experiments import bias, cifar, cifar_study, rcs_study
+from experiments.__main__ import main
+from experiments.cifar_study import BAGNET, STUDIES, VIT, CifarProtocol
+from experiments.methods import METHODS, ExperimentError, make_sketch
+from experiments.rcs_study import RCS
+from experiments.selection import SeedResult, Summary
+from experiments.store import DATABASE, TABLE, read_rows
+from experiments.sweep import Point, Run, planned_runs
+from sketchprop import data
+from sketchprop.layers import SketchedModule
+from sketchprop.meters import expected_gradients
+
+ROOT = Path(cifar.__file__).parents[1]
+SMALL = {"vit": "patch=8 dim=16 depth=1 heads=2 hidden=32", "bagnet17": "width=4 blocks=1-1-1-1"}
+SERIES = {"element", "sample", "l1", "ds", "gsv", "rcs", "control-columns", "control-samples"}
+
+
+@pytest.fixture
+def small_data(monkeypatch):
+    monkeypatch.setattr(cifar, "load", lambda *rows: pictures())
+
+
+def cell_of(model, name="l1", budget=0.25, **changes):
+    protocol = replace(STUDIES[model].defaults, size=SMALL[model], batch_size=16, **changes)
+    return protocol.cell(METHODS[name], budget, "all")
+
+
+def test_the_layers_of_a_transformer_that_are_sketched():
+    cell = cell_of("vit")
+    model = cifar.sketch_model(cifar.model_of(cell), cell)
+    taken = [name for name, m in model.named_modules() if isinstance(m, SketchedModule)]
+    assert taken == ["embed", "blocks.0.attn.qkv", "blocks.0.attn.out", "blocks.0.mlp.0",
+                     "blocks.0.mlp.3"]  # fmt: skip
+    assert taken == list(cifar.layer_shapes(cell))
+    assert cifar.layer_ranks(cell) == [4, 12, 4, 8, 4]
+    # Rows are tokens: 16 pictures of 16.
+    assert cifar.layer_ranks(cell_of("vit", "sample")) == [64] * 5
+
+
+def test_the_layers_of_bagnet_that_are_sketched():
+    cell = cell_of("bagnet17")
+    model = cifar.sketch_model(cifar.model_of(cell), cell)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d):
+            assert isinstance(module, SketchedModule) == (
+                module.kernel_size == (1, 1) and name != "project"
+            )
+    assert not isinstance(model.head, SketchedModule)
+    shapes = cifar.layer_shapes(cell)
+    assert shapes["stages.0.0.conv1"].B == 16 * 30 * 30
+    assert shapes["stages.3.0.conv2"].n == 32
+
+
+@pytest.mark.parametrize("model", STUDIES)
+@pytest.mark.parametrize("name", sorted(SERIES | {"exact", "rcs-corrected"}))
+def test_every_method_takes_the_layers_it_is_given(model, name, small_data):
+    cell = cell_of(model, name, epochs=1)
+    made = cifar.sketch_model(cifar.model_of(cell), cell)
+    taken = {n for n, m in made.named_modules() if isinstance(m, SketchedModule)}
+    expected = {"exact": set(), "control-samples": {"head"}}
+    assert taken == expected.get(name, set(cifar.layer_shapes(cell_of(model))))
+    found = cifar.train_run(Run(cell, 0, 0))
+    assert found["diverged_epoch"] == 0
+    assert found["flops_step"] > 0
+    assert found["parameters"] == sum(p.numel() for p in made.parameters())
+
+
+def test_the_sample_control_is_a_smaller_minibatch():
+    """One draw at the classifier: every gradient is that of the kept samples alone."""
+    cell = cell_of("vit", "control-samples", dropout=0.0)
+    model = cifar.sketch_model(cifar.model_of(cell), cell)
+    x, y = torch.randn(16, 3, 32, 32), torch.randint(10, (16,))
+    loss = nn.functional.cross_entropy
+    torch.manual_seed(1)
+    loss(model(x), y).backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    torch.manual_seed(1)
+    kept = model.head.sketch(torch.ones(16, 10), model.head.weight).index
+    model.zero_grad()
+    with sp.exact(model):
+        loss(model(x[kept]), y[kept]).backward()
+    for ours, parameter in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_split_keeps_validation_apart(monkeypatch):
+    numbers = torch.arange(200)
+    images = numbers.view(-1, 1, 1, 1).expand(-1, 3, 4, 4).to(torch.uint8)
+    monkeypatch.setattr(cifar.data, "cifar10", lambda train: data.Labelled(images, numbers))
+    cifar.load.cache_clear()
+    try:
+        found = cifar.load(100, 40, 30)
+    finally:
+        cifar.load.cache_clear()
+    parts = [set(split.labels.tolist()) for split in found[:3]]
+    assert [len(part) for part in parts] == [100, 40, 30]
+    assert not parts[0] & parts[1]
+    assert found.train.images[:, 0, 0, 0].tolist() == found.train.labels.tolist()
+
+
+@pytest.mark.parametrize("study", [VIT, BAGNET, RCS], ids=lambda s: s.name)
+def test_presets(study):
+    names = ("smoke", "cpu") if study is RCS else ("smoke", "cpu", "paper")
+    for preset in names:
+        sweep = study.load(preset)
+        (figure,) = sweep.figures
+        shown = {p.method for p in sweep.points(figure)}
+        assert shown == (
+            {"rcs", "rcs-corrected", "gsv", "ds", "l1", "exact"}
+            if study is RCS
+            else SERIES | {"exact"}
+        )
+        for claim in study.claims:
+            for comparison in claim.comparisons:
+                assert {comparison.better[0], comparison.worse[0]} <= shown
+        runs = [run for p in sweep.select(sweep.figures, True) for run in planned_runs(p, {})]
+        assert len({run.identity for run in runs}) == len(runs)
+        assert all(run.cell.cost(1) > 0 for run in runs)
+
+
+@pytest.mark.parametrize("model", STUDIES)
+def test_the_paper_preset_is_the_papers_protocol(model):
+    protocol = STUDIES[model].load("paper").protocol
+    assert (protocol.batch_size, protocol.clip, protocol.train_rows) == (128, 0.0, 0)
+    assert protocol.budgets == (0.05, 0.1, 0.2, 0.5)
+    assert len(protocol.learning_rates) == 5
+    cell = protocol.cell(METHODS["exact"], 1.0, "all")
+    if model == "vit":
+        assert (cell.optimizer, cell.weight_decay, cell.warmup_epochs) == ("adamw", 0.05, 10)
+        assert (cell.dropout, cell.learning_rate(0)) == (0.1, 3e-4)
+        options = {"patch": 4, "dim": 192, "depth": 9, "heads": 12, "hidden": 1024}
+        assert {k: v[0] for k, v in cifar_study.parse_size(cell.size).items()} == options
+    else:
+        assert (cell.optimizer, cell.weight_decay, cell.momentum) == ("sgd", 1e-3, 0.9)
+        assert cell.learning_rate(0) == pytest.approx(10**-1.5)
+        assert cell.final_rate == 1e-5
+        assert cell.size == ""  # the published model
+    rates = [cell.learning_rate(i) / cell.learning_rate(0) for i in protocol.learning_rates]
+    assert rates == pytest.approx([10, 10**0.5, 1, 10**-0.5, 0.1])
+
+
+def test_identity_is_all_that_decides_the_result():
+    cell = cell_of("vit")
+    changes = {
+        "model": "bagnet17", "size": "dim=24", "dropout": 0.2, "optimizer": "sgd",
+        "base_rate": 1e-3, "weight_decay": 0.1, "momentum": 0.5, "warmup_epochs": 1.0,
+        "final_rate": 1e-6, "clip": 1.0, "epochs": 9, "batch_size": 8, "train_rows": 7,
+        "validation_rows": 8, "test_rows": 9, "sketch": "L2(0.25)", "layers": "last",
+    }  # fmt: skip
+    others = {replace(cell, **{name: value}).identity for name, value in changes.items()}
+    assert len(others | {cell.identity}) == 1 + len(changes)
+    assert set(changes) | {"dataset", "version"} == set(cell.__dataclass_fields__)
+
+
+def test_identity_is_pinned():
+    """Stored results stay valid: this changes only together with PROTOCOL_VERSION."""
+    run = Run(CifarProtocol(size="dim=96").cell(METHODS["l1"], 0.1, "all"), 2, 1)
+    assert run.identity == "d1aa7876191be40c3b68"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("model = 'resnet'", "model = 'resnet'; use bagnet17 or vit"),
+        ("optimizer = 'adam'", "optimizer = 'adam'; use adamw or sgd"),
+        ("size = 'width=8'", "vit has no width; use patch, dim"),
+        ("size = 'dim'", "write names and numbers"),
+        ("size = 'dim=big'", "write names and numbers"),
+        ("size = 'dim=3-4'", "dim takes 1 numbers"),
+        ("model = 'bagnet17'\nsize = 'blocks=1-1'", "blocks takes 4 numbers"),
+        ("widths = [3]", "widths is unknown"),
+        ("seeds = []", "seeds is empty"),
+    ],
+)
+def test_a_wrong_sweep_is_refused(tmp_path, content, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(f"[protocol]\n{content}")
+    with pytest.raises(ExperimentError, match=message):
+        VIT.load(str(path))
+
+
+@pytest.mark.parametrize("model", STUDIES)
+def test_smoke_makes_the_figure_from_nothing(tmp_path, capsys, model, small_data):
+    out = tmp_path / "out"
+    command = ["cifar", "--model", model, "--preset", "smoke", "--out", str(out), "--workers", "0"]
+    assert main([*command, "--plan"]) == 0
+    assert "17 runs in 17 stacks are missing" in capsys.readouterr().out
+    assert main([*command, "--quiet"]) == 0
+    assert {p.name for p in out.iterdir()} == {
+        "README.md", "summary.csv", TABLE, DATABASE, f"{DATABASE}.lock", "figure-cifar.png",
+        "figure-cifar.svg",
+    }  # fmt: skip
+    page = (out / "README.md").read_text()
+    for text in ("CIFAR-10", "| RCS | all | 0.1 |", "| per sample |", "smaller minibatch",
+                 "What a step costs", "undecided"):  # fmt: skip
+        assert text in page
+    assert "nan" not in page
+    opening = page.split("## What came out")[1].split("## ")[0]
+    means = [
+        float(line.split("|")[-4])
+        for line in opening.splitlines()
+        if "| +" in line or "| -" in line
+    ]
+    assert len(means) == len(SERIES)
+    assert means == sorted(means, reverse=True)
+    rows = read_rows(out, VIT.schema)
+    exact = next(row for row in rows if not row["sketch"])
+    l1 = next(row for row in rows if row["sketch"].startswith("L1(0.1"))
+    assert l1["flops_step"] < exact["flops_step"]
+    assert all(row["seconds_curve"][0] > 0 for row in rows)
+    (out / DATABASE).unlink()
+    before = {p.name: p.read_bytes() for p in out.glob("*.*") if p.suffix != ".png"}
+    assert main([*command, "--stored"]) == 0
+    assert {name: (out / name).read_bytes() for name in before} == before
+
+
+def test_a_plan_counts_the_seeds_that_wait_for_a_choice(tmp_path, capsys):
+    sweep = tmp_path / "mine.toml"
+    sweep.write_text(
+        "[protocol]\nlearning_rates = [0, 2]\nseeds = [0, 1, 2]\ntuning_seeds = 1\nbudgets = [0.5]"
+    )
+    said = []
+    for text in (sweep.read_text(), sweep.read_text().replace("tuning_seeds = 1", "")):
+        sweep.write_text(text)
+        assert main(["cifar", "--model", "vit", "--preset", str(sweep), "--plan"]) == 0
+        said.append(capsys.readouterr().out)
+    cells = 1 + len(SERIES)
+    more = f"{2 * cells} runs in {2 * cells} stacks are missing, {2 * cells} more when their"
+    assert said[0].startswith(more)
+    assert said[1].startswith(f"{6 * cells} runs in {6 * cells} stacks are missing: about")
+    hours = [float(text.split("about ")[1].split()[0]) for text in said]
+    assert hours[0] == pytest.approx(hours[1] * 4 / 6, rel=1e-3)
+
+
+def test_the_order_says_who_is_above_whom():
+    protocol = CifarProtocol(seeds=tuple(range(5)), budgets=(0.1, 0.5))
+
+    def line(name, gains, budgets=(0.1, 0.5)):
+        for budget in budgets:
+            seeds = {s: SeedResult(30 + s + g, 0, 0.1, 1, 0, False) for s, g in enumerate(gains)}
+            yield Summary(Point(name, "all", budget, protocol), seeds, (), 5, 0)
+
+    found = [*line("exact", [10] * 5, (1.0,)), *line("l1", [0, 0, 0, 0, 0.5])]
+    found += [*line("rcs", [2, 2, 1.5, 2, 1.5]), *line("ds", [1, -1, 1, -1, 1])]
+    title, text, table = cifar_study.ranking({"cifar": found}, ())
+    assert title == "## What came out"
+    assert "mean over seeds (5), best first; exact training reaches 42.0" in text
+    assert table.splitlines()[2:] == [
+        "| RCS | 33.8 | 33.8 | 33.8 | -8.2 | DS, ℓ1 |",
+        "| DS | 32.2 | 32.2 | 32.2 | -9.8 |  |",
+        "| ℓ1 | 32.1 | 32.1 | 32.1 | -9.9 |  |",
+    ]
+    assert cifar_study.ranking({"cifar": found[1:]}, ()) == []  # nothing to compare with
+
+
+TINY = """
+figures = []
+[protocol]
+size = "patch=8 dim=16 depth=1 heads=2 hidden=32"
+epochs = 10
+batch_size = 16
+train_rows = 320
+validation_rows = 20
+test_rows = 20
+learning_rates = [0]
+seeds = [0]
+widen = 0
+checkpoint_seconds = 0
+budgets = [0.5]
+[[extra]]
+methods = ["l1"]
+"""
+
+
+def test_a_sweep_killed_in_the_middle_of_a_run_goes_on_in_it(tmp_path):
+    """The only run of a sweep is killed half-way; what the restarted sweep stores is the same."""
+    try:
+        data.cifar10(train=False, download=False)
+    except data.DataError as error:
+        pytest.skip(f"CIFAR-10 is not on this machine: {error}")
+    preset = tmp_path / "tiny.toml"
+    preset.write_text(TINY)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+
+    def start(out):
+        command = [sys.executable, "-m", "experiments", "cifar", "--model", "vit", "--quiet"]
+        command += ["--preset", str(preset), "--workers", "1", "--out", str(out)]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+    kept = broken / "checkpoints"
+    while True:
+        process = start(broken)
+        while process.poll() is None and not list(kept.glob("*.pt")):
+            time.sleep(0.002)
+        time.sleep(0.3)
+        process.kill()
+        if process.wait() == -signal.SIGKILL and list(kept.glob("*.pt")):
+            break
+        shutil.rmtree(broken)  # on a busy machine it may have come to its end
+    (saved,) = kept.glob("*.pt")
+    assert torch.load(saved)["numbers"]["steps"] > 0
+    assert read_rows(broken, VIT.schema) == []
+    assert start(broken).wait() == 0
+    assert start(whole).wait() == 0
+    assert not kept.exists()
+    times = VIT.schema.times
+    one, two = (
+        [{k: v for k, v in row.items() if k not in times} for row in read_rows(out, VIT.schema)]
+        for out in (whole, broken)
+    )
+    assert len(one) == 1
+    assert one == two
+
+
+def case(B, n, d, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    make = lambda *shape: torch.randn(shape, dtype=torch.float64, generator=g)  # noqa: E731
+    return make(B, n), make(n, d), make(B, d)
+
+
+@pytest.mark.parametrize("name", ["rcs", "rcs-corrected", "gsv", "l1", "ds"])
+@pytest.mark.parametrize("sizes", [(12, 9, 4), (12, 5, 8), (6, 9, 4), (6, 9, 12)])
+def test_the_mean_is_that_over_all_draws(name, sizes):
+    """The sum of the atoms that can be drawn, against the finite sum over the draw itself."""
+    G, W, X = case(*sizes)
+    sketch = make_sketch(METHODS[name].expression(0.4))
+    mean = expected_gradients(sketch, G, W, X)[1]
+    torch.testing.assert_close(bias.expected(sketch, G, W).mT @ X, mean, rtol=1e-9, atol=1e-9)
+
+
+def test_literal_rcs_is_biased_where_a_layer_expands_and_nothing_else_is():
+    for sizes, expands in (((64, 24, 8), True), ((64, 8, 24), False)):
+        G, W, X = case(*sizes)
+        for name in ("rcs", "rcs-corrected", "gsv"):
+            sketch = make_sketch(METHODS[name].expression(0.3))
+            error, row, rare, unseen = bias.layer_bias(sketch, G, W, X)
+            if name == "rcs" and expands:
+                assert min(error, row, rare) > 0.3
+                assert 0.3 < unseen < 1
+                # What is left is P Pᵀ G.
+                P = torch.linalg.svd(G @ W, full_matrices=False)[0]
+                torch.testing.assert_close(bias.expected(sketch, G, W), P @ P.mT @ G)
+            else:
+                assert max(error, row, unseen) < 1e-7
+
+
+def test_gradients_are_those_of_autograd():
+    cell = cell_of("vit", "exact", dropout=0.0)
+    model = cifar.model_of(cell)
+    x, y = torch.randn(4, 3, 32, 32), torch.tensor([1, 2, 3, 4])
+    found = bias.gradients(model, (x, y), list(cifar.layer_shapes(cell)))
+    nn.functional.cross_entropy(model(x), y).backward()
+    for name, (G, W, X) in found.items():
+        weight = model.get_submodule(name).weight
+        assert torch.equal(W, weight)
+        torch.testing.assert_close(G.mT @ X, weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_independent_draws_are_refused():
+    cell = cell_of("vit", "exact")
+    batch = torch.randn(2, 3, 32, 32), torch.tensor([1, 2])
+    with pytest.raises(ExperimentError, match="exact-size draws only"):
+        bias.measure_bias(cifar.model_of(cell), batch, ["embed"], [("l1-independent", 0.5)], 0)
+
+
+def test_the_rcs_question_is_answered_from_nothing(tmp_path, capsys, small_data):
+    out = tmp_path / "out"
+    command = ["rcs", "--preset", "smoke", "--out", str(out), "--workers", "0"]
+    assert main([*command, "--quiet"]) == 0
+    page = (out / "README.md").read_text()
+    for text in ("What came out", "RCS, corrected", "blocks.0.mlp.0 | ", "expands", "sign-flip"):
+        assert text in page
+    found = bias.read_bias(out)
+    assert {(b.layer, b.shape) for b in found} == {
+        ("embed", "contracts"), ("blocks.0.attn.qkv", "expands"), ("blocks.0.attn.out", "square"),
+        ("blocks.0.mlp.0", "expands"), ("blocks.0.mlp.3", "contracts"),
+    }  # fmt: skip
+    assert {b.method for b in found} == set(rcs_study.MEASURED)
+    literal = [b for b in found if b.method == "rcs" and b.layer == "blocks.0.mlp.0"]
+    assert all(b.error > 0.01 for b in literal)
+    assert all(b.error < 1e-4 for b in found if b.method != "rcs")
+    before = page
+    assert main([*command, "--stored"]) == 0
+    assert (out / "README.md").read_text() == before
+    (out / bias.TABLE).unlink()
+    capsys.readouterr()
+    assert main([*command, "--stored"]) == 1
+    assert "has no bias.csv" in capsys.readouterr().err
+
+
+def test_the_price_of_a_run_is_counted_from_its_model():
+    cell = cell_of("vit", "exact", epochs=2, train_rows=300, validation_rows=50, test_rows=100)
+    assert replace(cell, epochs=4).cost(1) == pytest.approx(2 * cell.cost(1))
+    assert cell.cost(3) == pytest.approx(3 * cell.cost(1))
+    model = cifar.model_of(cell).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.randn(1, 3, 32, 32))
+    forward = cifar._forward_flops(cell.model, cell.size)
+    # Attention has several implementations, and not all of them are counted.
+    assert forward == pytest.approx(counter.get_total_flops(), rel=0.2)

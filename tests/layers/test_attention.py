@@ -1,0 +1,453 @@
+"""nn.MultiheadAttention and transformers' Conv1D, and the stacks of experts."""
+
+import copy
+import io
+import itertools
+import pickle
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import sketchprop as sp
+from breakpoints import expected, pieces
+from sketchprop.layers import SketchedMultiheadAttention
+from sketchprop.layers import attention as attention_module
+
+E, H, N, L, S = 8, 2, 3, 4, 5
+
+
+def layer(**options):
+    """With biases that are not zero: fresh ones are."""
+    module = nn.MultiheadAttention(E, H, **options).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    return module
+
+
+def sketched(module, sketch):
+    return sp.sketch_(copy.deepcopy(module), sketch, sp.select.attention)
+
+
+def inputs(kind, *, batch_first=False, kdim=E, vdim=E, batched=True):
+    def tensor(length, size):
+        shape = (N, length) if batch_first else (length, N)
+        shape = shape if batched else (length,)
+        return torch.randn(*shape, size, dtype=torch.float64, requires_grad=True)
+
+    query = tensor(L, E)
+    if kind == "self":
+        return query, query, query
+    key = tensor(S, kdim)
+    return (query, key, key) if kind == "encoder" else (query, key, tensor(S, vdim))
+
+
+MODES = {
+    "plain": {},
+    "batch_first": {"batch_first": True},
+    "no bias": {"bias": False},
+    "bias_kv": {"add_bias_kv": True},
+    "zero_attn": {"add_zero_attn": True, "batch_first": True},
+    "both extras": {"add_bias_kv": True, "add_zero_attn": True},
+    "kdim and vdim": {"kdim": 6, "vdim": 5, "batch_first": True},
+    "kdim, no bias": {"kdim": 6, "bias": False},
+    "dropout": {"dropout": 0.4, "batch_first": True},
+}
+KINDS = ("self", "encoder", "separate")
+CASES = [
+    (mode, kind)
+    for mode, kind in itertools.product(MODES, KINDS)
+    if "kdim" not in MODES[mode] or kind == "separate"
+]
+every_case = pytest.mark.parametrize(("mode", "kind"), CASES)
+
+
+def setting(mode, kind, **more):
+    options = MODES[mode]
+    sizes = {k: options[k] for k in ("kdim", "vdim") if k in options}
+    if "kdim" in sizes:
+        sizes.setdefault("vdim", E)
+    module = layer(**options)
+    return module, inputs(kind, batch_first=module.batch_first, **sizes, **more)
+
+
+def masks(source):
+    """Attention masks and padding masks as users give them."""
+    causal = torch.ones(L, source, dtype=torch.bool).triu(1)
+    added = torch.randn(N * H, L, source, dtype=torch.float64)
+    padding = torch.zeros(N, source, dtype=torch.bool)
+    padding[1, -1] = True
+    return {
+        "none": {},
+        "causal": {"attn_mask": causal},
+        "causal hint": {"attn_mask": causal, "is_causal": True},
+        "per head": {"attn_mask": added},
+        "padding": {"key_padding_mask": padding},
+        "all": {"attn_mask": causal, "key_padding_mask": padding, "is_causal": True},
+    }
+
+
+def same(got, wanted, tolerance=1e-12):
+    assert (got is None) == (wanted is None)
+    if got is not None:
+        assert got.shape == wanted.shape
+        assert float((got - wanted).detach().abs().max()) <= tolerance
+
+
+@every_case
+@pytest.mark.parametrize("weights", ["none", "mean", "per head"])
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+def test_forward_is_the_parents(mode, kind, weights):
+    module, given = setting(mode, kind)
+    mine = sketched(module, sp.L1(0.3))
+    asked = {"need_weights": weights != "none", "average_attn_weights": weights == "mean"}
+    for mask in masks(L if kind == "self" else S).values():
+        torch.manual_seed(1)
+        wanted = module(*given, **mask, **asked)
+        torch.manual_seed(1)
+        got = mine(*given, **mask, **asked)
+        same(got[0], wanted[0])
+        same(got[1], wanted[1])
+        assert got[0].stride() == wanted[0].stride()
+        assert got[0].grad_fn is not None
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_unbatched_input(batch_first, kind):
+    module = layer(batch_first=batch_first)
+    given = inputs(kind, batched=False)
+    mine = sketched(module, sp.L1(0.3))
+    for need_weights in (False, True):
+        wanted, got = (m(*given, need_weights=need_weights) for m in (module, mine))
+        same(got[0], wanted[0])
+        same(got[1], wanted[1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_eval_is_the_parent_bitwise_and_draws_nothing(mode):
+    module, given = setting(mode, "separate")
+    mine = sketched(module, sp.L1(0.3)).eval()
+    module.eval()
+    state = torch.get_rng_state()
+    assert all(map(torch.equal, mine(*given), module(*given)))
+    with torch.no_grad():
+        assert all(map(torch.equal, mine(*given), module(*given)))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def gradients(module, given, seed=0, **asked):
+    torch.manual_seed(seed)
+    out, weights = module(*given, **asked)
+    # Uneven weights, so that no gradient vanishes by symmetry (a softmax sums to one).
+    loss = (out * torch.arange(out.numel()).view(out.shape).sin()).sum()
+    if weights is not None:
+        loss = loss + (weights * torch.arange(weights.numel()).view(weights.shape).cos()).sum()
+    unique = list({id(x): x for x in given}.values())
+    return torch.autograd.grad(loss, [*unique, *module.parameters()])
+
+
+@every_case
+def test_keeping_everything_is_the_parent_bitwise(mode, kind):
+    module, given = setting(mode, kind)
+    for other in (sketched(module, sp.L1(1.0)), sketched(module, sp.L1(3 * E))):
+        assert all(map(torch.equal, gradients(other, given), gradients(module, given)))
+    mine = sketched(module, sp.L1(0.3))
+    with sp.exact(mine):
+        assert all(map(torch.equal, gradients(mine, given), gradients(module, given)))
+
+
+@every_case
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_the_gradient_is_that_of_gated_projections(mode, kind, need_weights, monkeypatch):
+    """The reference: the same forward, with exact products behind a gate with the same draws."""
+    module, given = setting(mode, kind)
+    sketch = sp.Diagonal(0.4, exact_bias=False)
+    mine = sketched(module, sketch)
+    got = gradients(mine, given, need_weights=need_weights)
+
+    def gated(x, weight, bias, sketch, **options):
+        return sp.gate(nn.functional.linear(x, weight, bias), sketch, weight=weight)
+
+    monkeypatch.setattr(attention_module, "sketched_linear", gated)
+    wanted = gradients(mine, given, need_weights=need_weights)
+    for a, b in zip(got, wanted, strict=True):
+        same(a, b, 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "sketch",
+    [sp.L1(0.3), sp.Diagonal(0.4), sp.SampleMask(0.5), sp.GradientSVD(0.5)],
+    ids=str,
+)
+def test_mean_of_every_gradient_is_exact(kind, sketch, monkeypatch):
+    """Over all pairs of pieces: the output projection's u, and the input projections' u.
+
+    The uniforms of several input projections may move together: nothing multiplies them.
+    """
+    module = layer(batch_first=True)
+    given = inputs(kind, batch_first=True)
+    mine = sketched(module, sketch)
+    wanted = gradients(module, given, need_weights=False)
+    seen = []
+
+    def run(out_u, in_u):
+        seen.clear()
+        original = sp.sketched_linear
+
+        def chosen(x, weight, bias, sketch, **options):
+            is_out = weight.data_ptr() == mine.out_proj.weight.data_ptr()
+            u = out_u if is_out else in_u
+            y = original(x, weight, bias, sketch, u=u)
+            y.register_hook(lambda G: seen.append((is_out, G, weight)))
+            return y
+
+        monkeypatch.setattr(attention_module, "sketched_linear", chosen)
+        return gradients(mine, given, need_weights=False)
+
+    middle = torch.tensor(0.5, dtype=torch.float64)
+    run(middle, middle)
+    _, G, W = next(s for s in seen if s[0])
+    totals = [torch.zeros_like(w) for w in wanted]
+    for out_length, out_u in pieces(sketch, G.flatten(0, -2), W):
+        run(out_u, middle)
+        inner = [(G, W) for is_out, G, W in seen if not is_out]
+        points = {0.0, 1.0}
+        for G_in, W_in in inner:
+            edges = itertools.accumulate(n for n, _ in pieces(sketch, G_in.flatten(0, -2), W_in))
+            points.update(edges)
+        for low, high in itertools.pairwise(sorted(points)):
+            if high - low > 1e-14:
+                part = run(out_u, torch.tensor((low + high) / 2, dtype=torch.float64))
+                for total, g in zip(totals, part, strict=True):
+                    total.add_(g, alpha=out_length * (high - low))
+    for total, w in zip(totals, wanted, strict=True):
+        same(total, w, 1e-9)
+
+
+def test_monte_carlo_agrees_with_dropout_and_weights():
+    """All of it at once; check_unbiased allows one false alarm in a million."""
+    module, given = setting("dropout", "self")
+    mine = sketched(module, sp.L1(0.4))
+
+    def loss():
+        out, weights = mine(*given)
+        return (out * torch.arange(out.numel()).view(out.shape).sin()).sum() + weights[:, 0].max()
+
+    report = sp.check_unbiased(mine, loss, draws=400)
+    assert report.ok, report
+
+
+def test_self_attention_has_one_product_for_q_k_and_v(monkeypatch):
+    calls = []
+    original = sp.sketched_linear
+
+    def spy(x, weight, bias, sketch, **options):
+        calls.append(tuple(weight.shape))
+        return original(x, weight, bias, sketch)
+
+    monkeypatch.setattr(attention_module, "sketched_linear", spy)
+    mine = sketched(layer(), sp.L1(0.3))
+    counts = {"self": [(3 * E, E)], "encoder": [(E, E), (2 * E, E)], "separate": [(E, E)] * 3}
+    for kind, products in counts.items():
+        calls.clear()
+        mine(*inputs(kind))
+        assert calls == [*products, (E, E)]
+
+
+def test_frozen_parts_get_no_gradient():
+    module = layer()
+    module.in_proj_weight.requires_grad_(False)
+    mine = sketched(module, sp.L1(0.3))
+    given = inputs("self")
+    out, _ = mine(given[0].detach(), *[given[0].detach()] * 2)
+    out.sum().backward()
+    assert mine.in_proj_weight.grad is None
+    assert mine.out_proj.weight.grad is not None
+
+
+def test_what_is_not_finite_is_seen_and_a_second_backward_refused():
+    mine = sketched(layer(), sp.L1(0.3))
+    given = inputs("self")
+    out, _ = mine(*given)
+    G = torch.ones_like(out)
+    G[0, 0, 0] = float("nan")
+    for g in torch.autograd.grad(out, [given[0], mine.in_proj_weight, mine.out_proj.weight], G):
+        assert not g.isfinite().all()
+    (dX,) = torch.autograd.grad(mine(*given)[0].square().sum(), [given[0]], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"sketchprop\.exact"):
+        dX.sum().backward()
+
+
+def test_wrong_arguments_are_errors():
+    mine = sketched(layer(), sp.L1(0.3))
+    given = inputs("encoder")
+    with pytest.raises(RuntimeError, match="attn_mask has shape"):
+        mine(*given, attn_mask=torch.zeros(1, S, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="is_causal"):
+        mine(*given, is_causal=True)
+    with pytest.raises(TypeError, match="bool"):
+        mine(*given, attn_mask=torch.zeros(L, S, dtype=torch.int64))
+    with pytest.raises(AssertionError):
+        mine(given[0], given[1], given[1][:-1])
+
+
+def test_class_swap_leaves_everything_else():
+    module = layer()
+    mine = sketched(module, sp.L1(0.3))
+    assert type(mine) is SketchedMultiheadAttention
+    assert type(mine.out_proj) is type(module.out_proj)
+    assert mine.state_dict().keys() == module.state_dict().keys()
+    buffer = io.BytesIO()
+    torch.save(mine, buffer)
+    buffer.seek(0)
+    for twin in (
+        copy.deepcopy(mine),
+        pickle.loads(pickle.dumps(mine)),
+        torch.load(buffer, weights_only=False),
+    ):
+        assert type(twin) is SketchedMultiheadAttention
+        assert twin.sketch == sp.L1(0.3)
+    assert type(sp.unsketch_(mine)) is nn.MultiheadAttention
+    assert "sketch" not in vars(mine)
+
+
+def test_the_products_are_really_smaller():
+    module = nn.MultiheadAttention(64, 4, batch_first=True)
+    x = torch.randn(4, 16, 64, requires_grad=True)
+    counts = []
+    for m in (module, sketched(module, sp.L1(0.125))):
+        out, _ = m(x, x, x, need_weights=False)
+        with FlopCounterMode(display=False) as counter:
+            out.backward(torch.randn_like(out))
+        products = counter.get_flop_counts()["Global"]
+        counts.append(sum(n for op, n in products.items() if op.__name__ in ("mm", "addmm")))
+    assert counts[1] == pytest.approx(0.125 * counts[0])
+
+
+LAYERS = {
+    "encoder": lambda first, norm: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(E, H, 12, 0.1, batch_first=first, norm_first=norm), 2
+    ),
+    "decoder": lambda first, norm: nn.TransformerDecoder(
+        nn.TransformerDecoderLayer(E, H, 12, 0.1, batch_first=first, norm_first=norm), 2
+    ),
+}
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_torch_transformer_layers(kind, batch_first, norm_first):
+    """Training: the same outputs with the same seed. Eval, also on the fast path: bitwise."""
+    model = LAYERS[kind](batch_first, norm_first)
+    mine = sp.sketch_(copy.deepcopy(model), sp.L1(0.4))
+    taken = [layer.name for layer in sp.summary(mine).layers if layer.sketch is not None]
+    attentions = 2 if kind == "encoder" else 4
+    assert len(taken) == attentions + 3  # linear1 and linear2 twice, but the last
+    x = torch.randn(N, L, E)
+    given = (x,) if kind == "encoder" else (x, torch.randn(N, L, E))
+    torch.manual_seed(1)
+    wanted = model(*given)
+    torch.manual_seed(1)
+    got = mine(*given)
+    assert torch.allclose(got, wanted, atol=1e-6)
+    got.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in mine.parameters())
+    model.eval(), mine.eval()
+    assert torch.equal(mine(*given), model(*given))
+    with torch.no_grad():
+        assert torch.equal(mine(*given), model(*given))
+
+
+def conv1d():
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D
+
+    module = Conv1D(7, 5).double()
+    with torch.no_grad():
+        module.bias.normal_()
+    return module
+
+
+@pytest.mark.parametrize(
+    "sketch",
+    [sp.L1(0.3), sp.Diagonal(0.4), sp.SampleMask(0.4), sp.RankConstrained(0.4)],
+    ids=str,
+)
+def test_conv1d_of_transformers(sketch):
+    module = conv1d()
+    mine = sp.sketch_(copy.deepcopy(module), sketch, sp.select.everything)
+    x = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    G = torch.randn(2, 4, 7, dtype=torch.float64)
+    leaves = [x, module.weight, module.bias]
+    wanted = torch.autograd.grad(module(x), leaves, G)
+    W = module.weight.detach().mT
+
+    def run(u):
+        y = sp.sketched_linear(x, module.weight.mT, module.bias, sketch, u=u)
+        return torch.autograd.grad(y, leaves, G)
+
+    for mean, true in zip(expected(sketch, G.flatten(0, 1), W, run), wanted, strict=True):
+        same(mean, true, 1e-10)
+    assert torch.equal(mine(x), module(x))
+    torch.manual_seed(3)
+    got = torch.autograd.grad(mine(x), [x, mine.weight], G)
+    torch.manual_seed(3)
+    reference = sp.sketched_linear(x, module.weight.mT, module.bias, sketch)
+    for a, b in zip(got, torch.autograd.grad(reference, leaves[:2], G), strict=True):
+        same(a, b)
+    assert torch.equal(mine.eval()(x), module(x))
+
+
+def test_conv1d_at_full_budget_is_bitwise_the_parent():
+    module = conv1d()
+    mine = sp.sketch_(copy.deepcopy(module), sp.L1(1.0), sp.select.everything)
+    x = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    pairs = [torch.autograd.grad(m(x).sin().sum(), [x, *m.parameters()]) for m in (module, mine)]
+    assert all(map(torch.equal, *pairs))
+    assert "nf=7, nx=5, sketch=L1(1.0)" in repr(mine)
+    assert type(pickle.loads(pickle.dumps(mine))) is type(mine)
+    assert type(sp.unsketch_(mine)) is type(module)
+
+
+def test_transformers_is_never_imported_for_it(tmp_path):
+    import subprocess
+
+    script = (
+        "import sys, sketchprop as sp\nfrom torch import nn\n"
+        "sp.sketch_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), sp.L1(0.5))\n"
+        "sys.exit('transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+
+
+def test_a_stack_of_experts():
+    """weight [E, n, d]: every expert its own draw, every gradient exact in the mean."""
+    experts, tokens, n, d = 3, 5, 6, 4
+    x = torch.randn(experts, tokens, d, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(experts, n, d, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(experts, n, dtype=torch.float64, requires_grad=True)
+    G = torch.randn(experts, tokens, n, dtype=torch.float64)
+    for sketch in (sp.L1(0.4), sp.Diagonal(0.4), sp.SampleMask(0.4)):
+        y = sp.sketched_linear(x, weight, bias, sketch)
+        exact = torch.einsum("etd,end->etn", x, weight) + bias[:, None]
+        assert torch.allclose(y, exact)
+        wanted = torch.autograd.grad(exact, (x, weight, bias), G)
+        for e in range(experts):
+
+            def run(u, e=e, sketch=sketch):
+                # The other experts hold still: their draw has no part in this one's gradient.
+                us = torch.full((experts,), 0.5, dtype=torch.float64)
+                us[e] = u
+                y = sp.sketched_linear(x, weight, bias, sketch, u=us)
+                return [g[e] for g in torch.autograd.grad(y, (x, weight, bias), G)]
+
+            means = expected(sketch, G[e], weight[e], run)
+            for mean, true in zip(means, wanted, strict=True):
+                same(mean, true[e], 1e-10)

@@ -1,0 +1,437 @@
+"""sketch_ changes the class of layers and nothing else; unsketch_ takes it back."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sketchprop as sp
+from law_table import SKETCHES
+
+every_sketch = pytest.mark.parametrize("variant", SKETCHES, ids=str)
+
+
+def everything(module, name):
+    return True
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.Linear(6, 6)
+        self.mlp = nn.ModuleDict({"up": nn.Linear(6, 12), "down": nn.Linear(12, 6)})
+
+    def forward(self, x):
+        x = x + self.attn(x)
+        return x + self.mlp["down"](F.gelu(self.mlp["up"](x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(16, 6, generator=generator), torch.randn(16, 3, generator=generator)
+
+
+def gradients(model, seed=None):
+    if seed is not None:
+        torch.manual_seed(seed)
+    x, y = batch()
+    x.requires_grad_()
+    grads = torch.autograd.grad((model(x) - y).square().sum(), [x, *model.parameters()])
+    return list(grads)
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def sketched(model):
+    return {n: m.sketch for n, m in model.named_modules() if isinstance(m, sp.SketchedLinear)}
+
+
+# --- exact where it must be ---
+
+
+@every_sketch
+def test_budget_one_is_bitwise_exact(variant):
+    expected = gradients(build())
+    for budget in (1.0, 16):
+        model = sp.sketch_(build(), variant(budget), everything)
+        state = torch.get_rng_state()
+        assert same(gradients(model), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@every_sketch
+def test_exact_is_bitwise_exact_and_temporary(variant):
+    expected = gradients(build())
+    model = sp.sketch_(build(), variant(1), everything)
+    state = torch.get_rng_state()
+    with sp.exact(model):
+        assert same(gradients(model), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not same(gradients(model), expected)
+
+
+def test_nested_exact():
+    model = sp.sketch_(build(), sp.L1(1))
+    expected = gradients(build())
+    with sp.exact(model):
+        with sp.exact(model):
+            assert same(gradients(model), expected)
+        assert same(gradients(model), expected)
+        with sp.exact(model[0]):
+            pass
+        assert same(gradients(model), expected)
+    assert not same(gradients(model), expected)
+
+
+def test_exact_of_a_part():
+    model = sp.sketch_(build(), sp.L1(1))
+    with sp.exact(model[0]):
+        assert model[0].exact
+        assert not model[2].exact
+    assert not model[0].exact
+
+
+def test_exact_ends_when_its_body_raises():
+    model = sp.sketch_(build(), sp.L1(1))
+    with pytest.raises(KeyError), sp.exact(model):
+        raise KeyError
+    assert not model[0].exact
+
+
+def test_exact_on_a_model_without_sketches_does_nothing():
+    model = build()
+    with sp.exact(model):
+        assert same(gradients(model), gradients(build()))
+    assert "exact" not in vars(model[0])
+
+
+@every_sketch
+def test_eval_and_no_grad_are_the_parent_and_leave_the_generator_alone(variant):
+    plain, model = build(), sp.sketch_(build(), variant(0.5), everything)
+    x, _ = batch()
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    with torch.inference_mode():
+        assert torch.equal(model(x), plain(x))
+    model.eval()
+    assert torch.equal(model(x), plain(x))
+    assert same(gradients(model), gradients(plain))  # eval(): exact gradients too
+    assert torch.equal(torch.get_rng_state(), state)
+    model.train()
+    assert torch.equal(model(x), plain(x))
+    assert torch.equal(torch.get_rng_state(), state)  # the draw is made in backward
+    assert not same(gradients(model), gradients(plain))
+
+
+# --- everything else stays ---
+
+
+def test_only_the_class_and_two_entries_change():
+    model = build()
+    parameters = list(model.parameters())
+    before = [set(vars(m)) for m in model]
+    modules = list(model)
+    assert sp.sketch_(model, sp.L1(0.5)) is model
+    assert list(model) == modules
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert type(model[0]) is type(model[2]) is sp.SketchedLinear
+    assert isinstance(model[0], nn.Linear)
+    assert set(vars(model[0])) - before[0] == {"sketch", "exact"}
+    assert set(vars(model[4])) == before[4]
+    assert "sketch=L1(0.5)" in repr(model)
+    assert "in_features=6, out_features=8, bias=True" in repr(model)
+
+
+def test_unsketch_restores_the_class_and_the_dict_exactly():
+    model = build()
+    model[0].note = "mine"
+    before = [(type(m), dict(vars(m))) for m in model.modules()]
+    sp.sketch_(model, sp.L1(0.5), everything)
+    assert sp.unsketch_(model) is model
+    after = [(type(m), dict(vars(m))) for m in model.modules()]
+    assert [t for t, _ in after] == [t for t, _ in before]
+    for (_, now), (_, then) in zip(after, before, strict=True):
+        assert list(now) == list(then)
+        assert all(now[k] is then[k] for k in then)
+    assert type(model[0]) is nn.Linear
+    assert repr(model) == repr(build())
+    assert same(gradients(model), gradients(build()))
+    sp.unsketch_(model)  # nothing left to do
+
+
+def test_state_dict_keys_and_loading():
+    model = sp.sketch_(build(), sp.L1(0.5), everything)
+    plain = build(seed=9)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    plain.load_state_dict(state)
+    assert same(plain.parameters(), model.parameters())
+    other = sp.sketch_(build(seed=9), sp.L2(0.1))
+    other.load_state_dict(build().state_dict())
+    assert same(other.parameters(), model.parameters())
+    assert other[0].sketch == sp.L2(0.1)
+
+
+@every_sketch
+def test_deepcopy_copy_and_pickle(variant):
+    model = sp.sketch_(build(), variant(1), everything)
+    copies = [
+        copy.deepcopy(model),
+        copy.copy(model),
+        pickle.loads(pickle.dumps(model)),
+    ]
+    expected = gradients(model, seed=3)
+    for other in copies:
+        assert type(other[0]) is sp.SketchedLinear
+        assert other[0].sketch == variant(1)
+        assert same(gradients(other, seed=3), expected)
+    deep = copies[0]
+    sp.unsketch_(deep)
+    assert type(model[0]) is sp.SketchedLinear
+    shallow = copy.copy(model[0])
+    assert shallow.weight is model[0].weight
+    assert shallow.sketch == model[0].sketch
+
+
+def test_a_whole_model_can_be_saved():
+    model = sp.sketch_(build(), sp.L1(0.5))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert same(gradients(again, seed=3), gradients(model, seed=3))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_built_before_still_trains(optimizer):
+    model = build()
+    built = optimizer(model.parameters(), lr=0.05)
+    sp.sketch_(model, sp.L1(0.5))
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = batch()
+    losses = []
+    for _ in range(150):
+        built.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        built.step()
+        losses.append(float(loss.detach()))
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_hooks_are_kept():
+    model = build()
+    calls = []
+    model[0].register_forward_pre_hook(lambda m, a: calls.append("pre"))
+    model[0].register_forward_hook(lambda m, a, out: calls.append("forward"))
+    model[0].register_full_backward_hook(lambda m, gi, go: calls.append("backward"))
+    model[0].weight.register_hook(lambda g: calls.append("weight"))
+    sp.sketch_(model, sp.L1(0.5))
+    gradients(model)
+    assert sorted(calls) == ["backward", "forward", "pre", "weight"]
+    sp.unsketch_(model)
+    calls.clear()
+    gradients(model)
+    assert sorted(calls) == ["backward", "forward", "pre", "weight"]
+
+
+def test_a_backward_hook_sees_the_sketched_input_gradient():
+    model = build()
+    seen = []
+    model[2].register_full_backward_hook(lambda m, grad_in, grad_out: seen.append(grad_in[0]))
+    sp.sketch_(model, {"2": sp.SampleMask(1)})
+    gradients(model)
+    assert (seen[0].abs().sum(1) > 0).sum() <= 1  # one row was kept
+
+
+def test_moving_and_casting():
+    model = sp.sketch_(build(), sp.L1(0.5)).double()
+    assert model[0].weight.dtype == torch.float64
+    assert type(model.to("meta")[0]) is sp.SketchedLinear
+
+
+# --- which layers ---
+
+
+def test_by_default_every_linear_layer_but_the_last():
+    model = sp.sketch_(build(), sp.L1(0.5))
+    assert sketched(model) == {"0": sp.L1(0.5), "2": sp.L1(0.5)}
+    net = sp.sketch_(Net(), sp.L1(0.5))
+    assert "head" not in sketched(net)
+    assert len(sketched(net)) == 6
+
+
+def test_filter_decides():
+    net = sp.sketch_(Net(), sp.L1(0.5), lambda module, name: "mlp" in name)
+    assert set(sketched(net)) == {f"blocks.{i}.mlp.{k}" for i in range(2) for k in ("up", "down")}
+    net = sp.sketch_(Net(), sp.L1(0.5), filter_fn=lambda module, name: module.out_features == 3)
+    assert set(sketched(net)) == {"head"}
+
+
+def test_a_filter_sees_each_linear_layer_once():
+    seen = []
+    sp.sketch_(Net(), sp.L1(0.5), lambda module, name: seen.append((type(module), name)) or True)
+    assert {t for t, _ in seen} == {nn.Linear}
+    assert len(seen) == len(set(seen)) == 7
+
+
+def test_a_model_that_is_itself_a_layer():
+    model = sp.sketch_(nn.Linear(4, 3), sp.L1(1), everything)
+    assert type(model) is sp.SketchedLinear
+    assert type(sp.unsketch_(model)) is nn.Linear
+
+
+def test_patterns():
+    net = sp.sketch_(Net(), {"blocks.*.mlp.*": sp.L1(0.1), "blocks.*.attn": sp.L2(0.25)})
+    assert sketched(net) == {
+        "blocks.0.attn": sp.L2(0.25),
+        "blocks.0.mlp.up": sp.L1(0.1),
+        "blocks.0.mlp.down": sp.L1(0.1),
+        "blocks.1.attn": sp.L2(0.25),
+        "blocks.1.mlp.up": sp.L1(0.1),
+        "blocks.1.mlp.down": sp.L1(0.1),
+    }
+
+
+def test_a_pattern_may_take_the_last_layer():
+    assert set(sketched(sp.sketch_(Net(), {"head": sp.L1(1)}))) == {"head"}
+
+
+def test_the_first_match_wins_and_none_leaves_a_layer_exact():
+    net = sp.sketch_(
+        Net(), {"blocks.0.*": None, "blocks.?.attn": sp.L2(0.5), "blocks.*": sp.L1(0.1)}
+    )
+    assert sketched(net) == {
+        "blocks.1.attn": sp.L2(0.5),
+        "blocks.1.mlp.up": sp.L1(0.1),
+        "blocks.1.mlp.down": sp.L1(0.1),
+    }
+
+
+def test_patterns_and_filter_together():
+    net = sp.sketch_(Net(), {"blocks.*": sp.L1(0.1)}, lambda module, name: "up" in name)
+    assert set(sketched(net)) == {"blocks.0.mlp.up", "blocks.1.mlp.up"}
+
+
+def test_sketching_again_replaces_the_sketch():
+    model = sp.sketch_(build(), sp.L1(0.5))
+    sp.sketch_(model, sp.L2(0.25))
+    assert sketched(model) == {"0": sp.L2(0.25), "2": sp.L2(0.25)}
+    sp.sketch_(model, {"0": None, "4": sp.L1(1)})
+    assert sketched(model) == {"2": sp.L2(0.25), "4": sp.L1(1)}
+    assert type(model[0]) is nn.Linear
+    assert set(vars(model[0])) == set(vars(nn.Linear(1, 1)))
+    sp.unsketch_(model)
+    assert not sketched(model)
+
+
+def test_subclasses_and_other_modules_are_left_alone():
+    class Special(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(Special(6, 6), nn.Linear(6, 6), nn.Bilinear(6, 6, 2), nn.Linear(6, 3))
+    sp.sketch_(model, sp.L1(0.5), everything)
+    assert [type(m) for m in model] == [Special, sp.SketchedLinear, nn.Bilinear, sp.SketchedLinear]
+    attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    sp.sketch_(attention, {"linear*": sp.L1(0.5)})
+    assert set(sketched(attention)) == {"linear1", "linear2"}
+
+
+def test_nothing_changes_when_a_mapping_is_wrong():
+    net = Net()
+    with pytest.raises(ValueError, match="matches no layer"):
+        sp.sketch_(net, {"blocks.*": sp.L1(0.1), "nowhere": sp.L1(0.1)})
+    assert not sketched(net)
+
+
+# --- training, and what is shown ---
+
+
+@every_sketch
+def test_every_sketch_trains_a_model(variant):
+    model = sp.sketch_(build(), variant(0.5))
+    x, y = batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_summary_rows():
+    model = nn.Sequential(
+        nn.Linear(64, 32),
+        nn.LayerNorm(32),
+        nn.Linear(32, 32),
+        nn.Bilinear(32, 32, 8),
+        nn.Linear(8, 4),
+        nn.Linear(4, 3),
+    )
+    sp.sketch_(model, {"0": sp.L1(0.25), "2": sp.L1(8), "4": sp.L2(1.0)})
+    report = sp.summary(model, rows=256)
+    rows = {layer.name: layer for layer in report.layers}
+    assert list(rows) == ["0", "2", "3", "4", "5"]
+    assert rows["0"].sketch == sp.L1(0.25)
+    assert rows["0"].kept == rows["2"].kept == 0.25
+    assert rows["0"].shape == (32, 64)
+    assert rows["0"].kind == "SketchedLinear"
+    assert rows["0"].flops == pytest.approx(sp.L1(8).flops(256, 32, 64) / (4 * 256 * 32 * 64))
+    assert 0.25 < rows["0"].flops < 0.3
+    assert rows["3"].sketch is None
+    assert "Bilinear" in rows["3"].note
+    assert rows["4"].kept == rows["4"].flops == 1.0
+    assert "keeps all 4 atoms" in rows["4"].note
+    assert rows["5"].sketch is None
+    assert "not taken" in rows["5"].note
+    assert report.as_dict()["layers"][0]["name"] == "0"
+
+
+def test_summary_text():
+    text = str(sp.summary(sp.sketch_(build(), sp.L1(0.25)), rows=64))
+    lines = text.splitlines()
+    assert lines[0].split()[:4] == ["layer", "kind", "shape", "sketch"]
+    assert "64 rows" in lines[0]
+    assert len(lines) == 2 + 3
+    assert "SketchedLinear" in lines[2]
+    assert "L1(0.25)" in lines[2]
+    assert "8 × 6" in lines[2]
+    assert "0.250" in lines[2]
+    assert "exact" in lines[4]
+    assert "not taken by sketch_" in lines[4]
+
+
+def test_summary_of_a_single_layer_names_it():
+    assert "(model)" in str(sp.summary(nn.Linear(3, 2)))

@@ -1,0 +1,132 @@
+"""FLOPs of sketches: equal to torch's counter, to the FLOP, for every matrix product."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import sketchprop as sp
+from sketchprop.meters import measure_flops
+
+SKETCHES = [
+    sp.ColumnMask,
+    sp.SampleMask,
+    sp.ElementMask,
+    sp.L1,
+    sp.L2,
+    sp.Variance,
+    sp.Diagonal,
+    sp.GradientSVD,
+    sp.RankConstrained,
+]
+SHAPES = [(32, 24, 40), (24, 40, 16), (20, 20, 20), (7, 30, 11)]
+
+
+def counted(sketch, shape, input_grad=True, weight_grad=True):
+    """What the counter sees in a backward pass, and the same for an exact layer."""
+    B, n, d = shape
+    totals = []
+    for run in (lambda x, W: sp.sketched_linear(x, W, None, sketch), F.linear):
+        x = torch.randn(B, d, requires_grad=input_grad)
+        W = torch.randn(n, d, requires_grad=weight_grad)
+        y = run(x, W)
+        with FlopCounterMode(display=False) as counter:
+            y.backward(torch.randn_like(y))
+        totals.append(counter.get_total_flops())
+    return totals
+
+
+@pytest.mark.parametrize("kind", SKETCHES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("budget", [0.25, 3])
+def test_matrix_products_to_the_flop(kind, shape, budget):
+    sketch = kind(budget)
+    sketched, exact = counted(sketch, shape)
+    B, n, d = shape
+    assert exact == 4 * B * n * d
+    assert sketched == sketch.product_flops(*shape) + sketch.planning_product_flops(*shape)
+
+
+@pytest.mark.parametrize("kind", [sp.GradientSVD, sp.RankConstrained])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_side_costs_half_of_the_products(kind, shape):
+    sketch = kind(0.3)
+    planned = sketch.planning_product_flops(*shape)
+    for sides in ((True, False), (False, True)):
+        sketched, _ = counted(sketch, shape, *sides)
+        assert sketched - planned == sketch.product_flops(*shape) / 2
+        total = sketch.flops(*shape, input_grad=sides[0], weight_grad=sides[1])
+        assert total == sketch.product_flops(*shape) / 2 + sketch.planning_flops(*shape)
+    assert sketch.flops(*shape, input_grad=False, weight_grad=False) == 0
+
+
+def test_the_papers_rank_constrained_sketch_to_the_flop():
+    sketch = sp.RankConstrained(0.3, paper=True)
+    for shape in SHAPES:
+        sketched, _ = counted(sketch, shape)
+        assert sketched == sketch.product_flops(*shape) + sketch.planning_product_flops(*shape)
+
+
+@pytest.mark.parametrize("kind", SKETCHES)
+def test_planning_is_not_free(kind):
+    B, n, d = shape = 64, 48, 32
+    for sampling in ("exact", "independent"):
+        sketch = kind(0.25, sampling=sampling)
+        # No method can score or draw without at least a look at each atom.
+        assert sketch.planning_flops(*shape) >= sketch.atom_count(*shape)
+        assert sketch.planning_flops(*shape) >= sketch.planning_product_flops(*shape)
+        assert sketch.flops(*shape) > sketch.product_flops(*shape)
+    # A decomposition each step costs more than an exact backward of this size.
+    if kind in (sp.GradientSVD, sp.RankConstrained):
+        assert kind(0.25).flops(*shape) > 4 * B * n * d
+
+
+def test_independent_draws_cost_their_mean():
+    sketch = sp.ColumnMask(0.25, sampling="independent")
+    shape = 16, 32, 8
+    totals = [counted(sketch, shape)[0] for _ in range(200)]
+    mean = sum(totals) / len(totals)
+    # Binomial(32, 0.25) columns of 4·16·8 FLOPs each: a standard deviation of √6 columns.
+    error = 4 * 16 * 8 * 6**0.5 / 200**0.5
+    assert abs(mean - sketch.product_flops(*shape)) < 4 * error
+
+
+def square(model, x):
+    return model(x).square().mean()
+
+
+def test_convolutions_to_the_flop():
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 1), nn.Flatten(), nn.Linear(32 * 9, 10)),
+    )
+    sp.sketch_(model, sp.L1(0.25), sp.select.everything)
+    report = measure_flops(model, square, torch.randn(2, 3, 8, 8))
+    # Every product of this model belongs to a sketched layer: formulas and counter must agree.
+    assert sum(line.exact for line in report.layers) == report.exact_backward
+    assert sum(line.sketched for line in report.layers) == pytest.approx(
+        report.sketched_backward, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_to_the_flop(fused):
+    """Projections by formula; the products of attention itself are counted, fused or not."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=not fused)[0]
+
+    model = sp.sketch_(Encoder(), sp.L1(0.25), sp.select.everything)
+    report = measure_flops(model, square, torch.randn(3, 5, 16))
+    (line,) = report.layers
+    inside = 3 * 2 * (2 * 5 * 5 * 8)  # one product of a head: 3 samples, 2 heads, 5 × 5 × 8
+    assert report.forward == 2 * 15 * (48 * 16 + 16 * 16) + 2 * inside
+    own = report.exact_backward - line.exact
+    assert own == (5 if fused else 4) * inside  # fused attention computes QKᵀ once more
+    assert report.sketched_backward - line.sketched == pytest.approx(own)

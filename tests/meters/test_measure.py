@@ -1,0 +1,491 @@
+"""measure(): σ², V, its origin, Prop. 2.2 and the verdict, against truths known otherwise."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import sketchprop as sp
+from measure_helpers import Branched, loss_fn, make_batches, mlp
+from sketchprop.meters import Estimate, Times, criterion, measure_variance
+from sketchprop.meters.noise.estimate import minibatch_variance, over_draws, variance_ratio
+
+Z = 4.5
+"""Standard errors allowed: beyond this by chance less than once in 100,000 comparisons."""
+
+
+def brute_force(model, batches, draws):
+    """V by plain training steps: .backward() with torch's own generator, nothing of the meter."""
+    totals = []
+    for batch in batches:
+        with sp.exact(model):
+            model.zero_grad()
+            loss_fn(model, batch).backward()
+            exact = [p.grad.clone() for p in model.parameters()]
+        values = []
+        for _ in range(draws):
+            model.zero_grad()
+            loss_fn(model, batch).backward()
+            pairs = zip(model.parameters(), exact, strict=True)
+            values.append(sum(float((p.grad - g).double().square().sum()) for p, g in pairs))
+        totals.append(values)
+    return over_draws(totals)
+
+
+def agree(a, b):
+    return abs(a.value - b.value) <= Z * math.hypot(a.draw_error, b.draw_error)
+
+
+# --- V ---------------------------------------------------------------------------------------
+
+
+def test_one_layer_agrees_with_the_closed_form():
+    """Σ wᵢ(1/pᵢ - 1), wᵢ = ‖gᵢ‖²‖X‖-weighted: for independent columns of dW and db."""
+    torch.manual_seed(1)
+    model = nn.Linear(8, 12)
+    batches = [torch.randn(24, 8) for _ in range(3)]
+    target = torch.randn(24, 12)
+
+    def quadratic(m, x):
+        return (m(x) - target).square().mean()
+
+    sketch = sp.L2(0.3, sampling="independent", exact_bias=False)
+    sp.sketch_(model, sketch, lambda module, name: True)
+    report = measure_variance(model, quadratic, batches, draws=400)
+    expected = []
+    for x in batches:
+        y = model(x).detach().requires_grad_()
+        (G,) = torch.autograd.grad((y - target).square().mean(), y)
+        p = sketch.probabilities(G, model.weight)
+        w = (G.mT @ x).square().sum(1) + G.sum(0).square()  # the atom's share of ‖dW‖² + ‖db‖²
+        expected.append(float((w * (1 / p - 1)).sum()))
+    truth = sum(expected) / len(expected)
+    assert abs(report.added.value - truth) <= Z * report.added.draw_error
+    assert report.added.draw_error < 0.1 * truth
+    assert [line.layer for line in report.layers] == [""]
+    assert report.layers[0].injected == report.added
+
+
+def test_a_whole_mlp_agrees_with_brute_force():
+    torch.manual_seed(2)
+    model = sp.sketch_(mlp(), sp.L1(0.5))
+    batches = make_batches()
+    report = measure_variance(model, loss_fn, batches, draws=150)
+    truth = brute_force(model, batches, 400)
+    assert agree(report.added, truth)
+    assert report.added.draw_error < 0.1 * truth.value
+
+
+def test_the_whole_budget_adds_nothing():
+    model = sp.sketch_(Branched(), sp.L1(1.0))
+    report = sp.measure(model, loss_fn, make_batches(), rounds=0)
+    assert report.added == Estimate(0.0, 0.0, 0.0)
+    assert report.relative.value == 0
+    assert report.flops.kept == 1
+    assert report.flops.overhead == 0
+    assert report.equivalent_batch == 1
+    assert report.verdict.change == 1
+    assert all(line.injected.value == 0 for line in report.variance.layers)
+
+
+def test_sigma2_is_the_variance_between_batches():
+    torch.manual_seed(3)
+    model = sp.sketch_(mlp(), sp.L1(0.5))
+    batches = make_batches(5)
+    report = measure_variance(model, loss_fn, batches, draws=2, split=False, nodes=False)
+    rows = []
+    with sp.exact(model):
+        for batch in batches:
+            grads = torch.autograd.grad(loss_fn(model, batch), list(model.parameters()))
+            rows.append(torch.cat([g.flatten() for g in grads]).double())
+    gradients = torch.stack(rows)
+    assert report.sigma2.value == pytest.approx(float(gradients.var(0).sum()), rel=1e-6)
+    # The jackknife, done the long way.
+    parts = [float(torch.cat([gradients[:i], gradients[i + 1 :]]).var(0).sum()) for i in range(5)]
+    spread = torch.tensor(parts, dtype=torch.float64)
+    error = float((4 / 5 * (spread - spread.mean()).square().sum()).sqrt())
+    assert report.sigma2.error == pytest.approx(error, rel=1e-5)
+    assert report.layers == ()
+    assert report.remainder is None
+    assert report.nodes == ()
+
+
+# --- where V comes from ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sketch", [sp.L1(0.5), sp.SampleMask(0.5, sampling="independent")])
+def test_layers_sum_to_the_total(sketch):
+    torch.manual_seed(4)
+    model = sp.sketch_(Branched(), sketch)
+    report = measure_variance(model, loss_fn, make_batches(2), draws=80, nodes=False)
+    assert {line.layer for line in report.layers} == {"a", "q", "k", "o"}
+    parts = sum(line.injected.value for line in report.layers)
+    assert report.remainder.value == pytest.approx(report.added.value - parts, rel=1e-9)
+    assert abs(report.remainder.value) <= Z * report.remainder.draw_error
+    assert report.reliable
+    # The remainder is a small share: the split explains the total, not its error bars.
+    assert report.remainder.draw_error < 0.15 * report.added.value
+
+
+def test_the_top_layer_injects_what_it_would_alone():
+    """Nothing noisy reaches the layer that backward meets first: it adds what it adds alone."""
+    torch.manual_seed(5)
+    model, batches = mlp(), make_batches()
+    every = lambda module, name: True  # noqa: E731
+    sp.sketch_(model, sp.L1(0.5), every)
+    together = measure_variance(model, loss_fn, batches, draws=100, nodes=False)
+    sp.unsketch_(model)
+    sp.sketch_(model, sp.L1(0.5), lambda module, name: name == "4")
+    alone = measure_variance(model, loss_fn, batches, draws=100, nodes=False)
+    top = next(line for line in together.layers if line.layer == "4")
+    assert agree(top.injected, alone.added)
+    # The lowest layer, on the other hand, gets noisy gradients and injects more than alone.
+    sp.unsketch_(model)
+    sp.sketch_(model, sp.L1(0.5), lambda module, name: name == "0")
+    first_alone = measure_variance(model, loss_fn, batches, draws=100, nodes=False)
+    bottom = next(line for line in together.layers if line.layer == "0")
+    assert bottom.injected.value > first_alone.added.value + Z * first_alone.added.draw_error
+
+
+def test_proposition_2_2_holds_at_every_node_of_a_branched_network():
+    torch.manual_seed(6)
+    model = sp.sketch_(Branched(), sp.L1(0.4))
+    report = measure_variance(model, loss_fn, make_batches(2), draws=150, split=False)
+    nodes = {node.node: node for node in report.nodes}
+    assert set(nodes) == {"input of q, k", "input of o", "input of o (2)"}
+    for node in nodes.values():
+        for split in (node.batch_mean, node.samples):
+            assert split.total.value > 0
+            assert split.local.value > 0
+            parts = split.local.value + split.propagated.value
+            assert split.remainder.value == pytest.approx(split.total.value - parts, abs=1e-12)
+            assert abs(split.remainder.value) <= Z * split.remainder.draw_error + 1e-12
+            assert split.remainder.draw_error < 0.15 * split.total.value
+    # Both terms are really there, and at the top nothing arrives from above.
+    shared = nodes["input of q, k"].samples
+    assert min(shared.local.value, shared.propagated.value) > 0.05 * shared.total.value
+    top = nodes["input of o (2)"].samples
+    assert top.propagated.value < 1e-9 * top.total.value
+
+
+def test_a_biased_sketch_does_not_pass_for_one_that_obeys_proposition_2_2():
+    class Doubled(sp.L1):
+        def keep(self, G, plan, index, scale):
+            return super().keep(G, plan, index, 2 * scale)
+
+    torch.manual_seed(7)
+    model = sp.sketch_(mlp(), Doubled(0.5), lambda module, name: True)
+    report = measure_variance(model, loss_fn, make_batches(2), draws=40)
+    assert not report.reliable
+    assert abs(report.remainder.value) > 2 * Z * report.remainder.draw_error
+    node = next(node for node in report.nodes if node.node == "input of 2")
+    assert abs(node.samples.remainder.value) > 2 * Z * node.samples.remainder.draw_error
+
+
+def test_rare_draws_are_noticed():
+    """Six of 128 rows, redrawn at each of four layers: V is near 20³ σ², and hardly ever met."""
+    torch.manual_seed(15)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    batches = [(torch.randn(128, 8), torch.randint(0, 8, (128,))) for _ in range(3)]
+    rare = dict.fromkeys("0123", sp.SampleMask(0.05))
+    report = sp.measure(model, loss_fn, batches, rare, rounds=0, times=(1.0, 1e-9))
+    assert report.variance.draws == 64  # the pilot was surprised and asked for all it may
+    assert not report.variance.reliable
+    assert report.variance.missed["0.weight"].value == pytest.approx(-1, abs=0.2)
+    assert "3.weight" not in report.variance.missed
+    assert report.verdict.pays
+    assert not report.pays
+    assert "NOT RELIABLE" in str(report)
+    assert report.as_dict()["reliable"] is False
+    # Half of the columns at each layer: noisy, but every draw shows it.
+    calm = sp.measure(model, loss_fn, batches, dict.fromkeys("0123", sp.L1(0.5)), rounds=0)
+    assert calm.variance.reliable
+    assert "NOT RELIABLE" not in str(calm)
+
+
+# --- randomness that is not the sketches' ----------------------------------------------------
+
+
+def test_attention_with_its_own_dropout():
+    torch.manual_seed(8)
+    block = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.3, batch_first=True)
+    model = sp.sketch_(nn.Sequential(block, nn.Linear(16, 4)), sp.L1(1.0))
+    batches = [torch.randn(4, 5, 16) for _ in range(2)]
+
+    def square(m, x):
+        return m(x).square().mean()
+
+    assert measure_variance(model, square, batches, draws=3).added.value == 0
+    sp.sketch_(model, sp.L1(0.5))
+    report = measure_variance(model, square, batches, draws=60)
+    assert len(report.layers) == 3
+    assert abs(report.remainder.value) <= Z * report.remainder.draw_error
+    assert report.added.draw_error < 0.3 * report.added.value
+
+
+def test_draws_made_in_forward_are_measured_too():
+    class EarlyMask(sp.SketchedModule, nn.Linear):
+        """Keeps each row of its gradient with probability ½, drawn in forward."""
+
+        def forward(self, x):
+            out = nn.Linear.forward(self, x)
+            if self.sketching():
+                mask = (torch.rand(len(x), 1) < 0.5) * 2.0
+                out.register_hook(lambda grad: grad * mask)
+            return out
+
+    torch.manual_seed(9)
+    layer = EarlyMask(8, 4)
+    layer.sketch, layer.exact = sp.SampleMask(0.5), False
+    model = nn.Sequential(layer)
+    batches = make_batches()
+    report = measure_variance(model, loss_fn, batches, draws=300)
+    truth = 0.0
+    for x, y in batches:
+        out = model(x).detach().requires_grad_()
+        (G,) = torch.autograd.grad(F.cross_entropy(out, y), out)
+        truth += float((G.square().sum(1) * (x.square().sum(1) + 1)).sum()) / len(batches)
+    assert abs(report.added.value - truth) <= Z * report.added.draw_error
+
+
+def test_activation_checkpointing_measures_the_same():
+    class Checkpointed(nn.Module):
+        def __init__(self, body):
+            super().__init__()
+            self.body = body
+            self.on = False
+
+        def forward(self, x):
+            x = self.body[0](x)
+            if not self.on:
+                return self.body[1:](x)
+            return checkpoint(self.body[1:], x, use_reentrant=False)
+
+    torch.manual_seed(10)
+    model = Checkpointed(mlp())
+    sp.sketch_(model, sp.L1(0.5), lambda module, name: True)
+    batches = make_batches(2)
+    plain = measure_variance(model, loss_fn, batches, draws=4, nodes=False)
+    model.on = True
+    again = measure_variance(model, loss_fn, batches, draws=4, nodes=False)
+    assert again.added.value == pytest.approx(plain.added.value, rel=1e-5)
+    for a, b in zip(again.layers, plain.layers, strict=True):
+        assert a.injected.value == pytest.approx(b.injected.value, rel=1e-5)
+
+
+def test_the_same_seed_measures_the_same():
+    model, batches = sp.sketch_(Branched(), sp.L1(0.5)), make_batches()
+    reports = [measure_variance(model, loss_fn, batches, draws=3, seed=s) for s in (1, 1, 2)]
+    assert reports[0] == reports[1]
+    assert reports[0].added != reports[2].added
+
+
+# --- nothing is left behind ------------------------------------------------------------------
+
+
+def state_of(model):
+    return {
+        "parameters": [p.detach().clone() for p in model.parameters()],
+        "grads": [p.grad for p in model.parameters()],
+        "grad values": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "buffers": [(id(b), b.clone()) for b in model.buffers()],
+        "flags": [m.training for m in model.modules()],
+        "classes": [type(m) for m in model.modules()],
+        "sketches": [(vars(m).get("sketch"), vars(m).get("exact")) for m in model.modules()],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+        "rng": torch.get_rng_state(),
+    }
+
+
+def same(a, b):
+    for key, before in a.items():
+        after = b[key]
+        if key == "grads":
+            assert all(x is y for x, y in zip(before, after, strict=True)), key
+        else:
+            assert torch.equal(before, after) if key == "rng" else _equal(before, after), key
+
+
+def _equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("already", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_everything_is_put_back(training, already, fails):
+    model = Branched().train(training)
+    model.drop.eval()
+    if already:
+        sp.sketch_(model, {"a": sp.L2(0.5)})
+    batches = make_batches()
+    loss_fn(model, batches[0]).backward()
+    model.q.weight.grad = None
+    before, text, calls = state_of(model), repr(model), 0
+
+    def maybe(m, batch):
+        nonlocal calls
+        calls += 1
+        torch.rand(3)
+        if fails and calls == 9:
+            raise RuntimeError("out of cheese")
+        return loss_fn(m, batch)
+
+    def run():
+        return sp.measure(model, maybe, batches, sp.L1(0.5), draws=2, rounds=1)
+
+    if fails:
+        with pytest.raises(RuntimeError, match="out of cheese"):
+            run()
+    else:
+        assert run().added.value > 0
+    same(before, state_of(model))
+    assert repr(model) == text
+
+
+# --- the verdict -----------------------------------------------------------------------------
+
+
+def test_where_sketching_pays_and_where_it_does_not():
+    """Truth known: wide layers and rare rows that carry all the gradient, or even rows."""
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256))
+    target = torch.randn(64, 256)
+
+    def weighted(m, batch):
+        x, w = batch
+        return (w[:, None] * (m(x) - target).square()).mean()
+
+    class RowNorm(sp.RowSketch):
+        def weights(self, G, W):
+            return G.square().sum(-1)
+
+    rare = torch.zeros(64).scatter_(0, torch.randperm(64)[:6], 1.0)
+    even = torch.ones(64)
+    every = {"0": RowNorm(0.1), "2": RowNorm(0.1)}
+    # Six of 64 rows carry everything and six are kept: no variance at a tenth of the backward.
+    batches = [(torch.randn(64, 64), rare) for _ in range(4)]
+    report = sp.measure(model, weighted, batches, every, draws=4, rounds=0)
+    assert report.relative.value < 1e-9
+    assert report.flops.kept < 0.2
+    assert report.pays
+    assert report.verdict.certain
+    assert report.verdict.basis == "FLOPs"
+    # Even rows: a tenth of them is a tenth of the batch, ten times the noise for half the cost.
+    batches = [(torch.randn(64, 64), even) for _ in range(4)]
+    report = sp.measure(model, weighted, batches, every, draws=8, rounds=0)
+    assert report.relative.value > 2
+    assert not report.pays
+    assert report.verdict.certain
+    assert "does not pay" in str(report)
+
+
+def test_times_decide_when_they_are_given():
+    torch.manual_seed(12)
+    model, batches = sp.sketch_(mlp(), sp.L1(0.5)), make_batches(4)
+    fast = sp.measure(model, loss_fn, batches, draws=8, times=(1.0, 0.01))
+    slow = sp.measure(model, loss_fn, batches, draws=8, times=(1.0, 1.1))
+    steps = 1 + fast.relative.value
+    assert fast.pays
+    assert fast.by_time.change == pytest.approx(0.01 * steps)
+    assert not slow.pays
+    assert slow.by_time.change == pytest.approx(1.1 * steps)
+    assert fast.by_flops == slow.by_flops
+    # An optimizer that costs nine times as much dilutes the gain.
+    diluted = sp.measure(model, loss_fn, batches, draws=8, times=(1.0, 0.01), overhead=9.0)
+    assert diluted.by_time.cost == pytest.approx(9.01 / 10)
+
+
+def test_criterion_and_its_error():
+    verdict = criterion(Estimate(0.5, 0.1), 0.6, 0.05)
+    assert verdict.change == pytest.approx(0.9)
+    assert verdict.error == pytest.approx(math.hypot(0.6 * 0.1, 1.5 * 0.05))
+    assert verdict.pays
+    assert not verdict.certain
+    assert "within its error" in str(verdict)
+    assert not criterion(Estimate(math.inf, math.inf), 0.1).pays
+    with pytest.raises(ValueError, match="positive seconds"):
+        Times.given(1.0, 0.0)
+
+
+def test_errors_of_estimates_cover():
+    """The stated error of V/σ² is the spread that repeated measurements have."""
+    generator = torch.Generator().manual_seed(0)
+    ratios, errors = [], []
+    for _ in range(400):
+        gradients = torch.randn(8, 20, generator=generator, dtype=torch.float64)
+        deviations = (gradients - gradients.mean(0)).square().sum(1).tolist()
+        added = (torch.rand(8, 5, generator=generator, dtype=torch.float64) * 10).tolist()
+        assert minibatch_variance(deviations).value == pytest.approx(float(gradients.var(0).sum()))
+        ratio = variance_ratio(added, deviations)
+        ratios.append(ratio.value)
+        errors.append(ratio.error**2)
+    spread = torch.tensor(ratios).std()
+    assert float(spread) == pytest.approx((sum(errors) / len(errors)) ** 0.5, rel=0.2)
+
+
+def test_the_report_is_plain_data():
+    model, batches = sp.sketch_(Branched(), sp.L1(0.5)), make_batches(2)
+    report = sp.measure(model, loss_fn, batches, draws=2, rounds=1)
+    data = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert data["variance"]["added"]["value"] == report.added.value
+    assert data["variance"]["relative"]["error"] is None  # unknown from two batches
+    assert data["pays"] is report.pays
+    assert [line["layer"] for line in data["variance"]["layers"]] == ["a", "q", "k", "o"]
+    text = str(report)
+    for word in ("σ²", "V/σ²", "input of q, k", "by time", "by FLOPs", "saved for backward"):
+        assert word in text
+
+
+def test_flops_of_a_step_equal_the_formulas():
+    model = sp.sketch_(mlp(), sp.L1(0.25))
+    report = sp.measure(model, loss_fn, make_batches(rows=32), draws=2, rounds=0)
+    # 8-16-16-4 on 32 rows; the first layer owes no dX; the last one is exact.
+    exact = [2 * 32 * 16 * 8, 4 * 32 * 16 * 16, 4 * 32 * 4 * 16]
+    assert report.flops.exact_backward == sum(exact)
+    assert report.flops.forward == 2 * 32 * (8 * 16 + 16 * 16 + 16 * 4)
+    products = 2 * 32 * 4 * 8 + 4 * 32 * 4 * 16 + exact[2]
+    planning = sp.L1(0.25).planning_flops(32, 16, 8) + sp.L1(0.25).planning_flops(32, 16, 16)
+    assert report.flops.overhead == planning
+    assert report.flops.sketched_backward == products + planning
+    assert [line.exact for line in report.flops.layers] == exact[:2]
+    formulas = sum(line.sketched for line in report.flops.layers)
+    assert formulas + exact[2] == report.flops.sketched_backward
+
+
+# --- bad input -------------------------------------------------------------------------------
+
+
+def test_bad_input_is_refused_with_a_way_out():
+    model, batches = mlp(), make_batches()
+    with pytest.raises(ValueError, match="no sketched layer; call sketch_"):
+        sp.measure(model, loss_fn, batches)
+    sp.sketch_(model, sp.L1(0.5))
+    with pytest.raises(ValueError, match=r"1 batch was given.*at least two"):
+        sp.measure(model, loss_fn, batches[:1])
+    with pytest.raises(ValueError, match=r"shape \(24, 4\); return a scalar"):
+        sp.measure(model, lambda m, b: m(b[0]), batches)
+    with pytest.raises(ValueError, match="returned a float; return a scalar"):
+        sp.measure(model, lambda m, b: loss_fn(m, b).item(), batches)
+    with pytest.raises(ValueError, match="without a graph"):
+        sp.measure(model, lambda m, b: loss_fn(m, b).detach(), batches)
+    with pytest.raises(ValueError, match="draws=1 has no spread"):
+        sp.measure(model, loss_fn, batches, draws=1)
+    with pytest.raises(ValueError, match="every sketch of Sequential is off"), sp.exact(model):
+        sp.measure(model, loss_fn, batches)
+    with pytest.raises(TypeError) as error:
+        sp.measure(model, F.cross_entropy, batches)
+    assert "loss_fn(model, batch)" in "".join(error.value.__notes__)
+    with pytest.raises(ValueError, match="not finite"):
+        sp.measure(model, lambda m, b: loss_fn(m, b) * math.inf, batches)
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        sp.measure(model, loss_fn, batches)

@@ -1,0 +1,199 @@
+"""plan(): shapes and shares are facts, times are only asked for, never asserted."""
+
+import importlib
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sketchprop as sp
+from sketchprop.core.stopwatch import in_turns
+from sketchprop.meters import Times, bench
+from sketchprop.meters.cost.timing import compare
+from sketchprop.meters.plan import break_even
+
+PLAN = importlib.import_module("sketchprop.meters.plan")
+"""The module; the name itself is the function's."""
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 12)
+        self.body = nn.Linear(12, 12)
+        self.conv = nn.Conv1d(12, 6, 3)
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, tokens):
+        x = self.body(torch.relu(self.body(self.embed(tokens))))
+        return self.head(self.conv(x.mT).mT)
+
+
+def test_a_line_for_each_layer_that_takes_part():
+    report = sp.plan(Shared(), torch.randint(0, 10, (4, 7)), rounds=1)
+    lines = {line.layer: line for line in report.layers}
+    assert list(lines) == ["body", "conv", "head"]
+    assert (lines["body"].rows, lines["body"].shape, lines["body"].uses) == (28, (12, 12), 2)
+    assert (lines["conv"].rows, lines["conv"].shape) == (4 * 5, (6, 36))
+    assert lines["conv"].kind == "Conv1d"
+    flops = [2 * 4 * 28 * 12 * 12, 4 * 20 * 6 * 36, 4 * 20 * 5 * 6]
+    shares = [line.flops_share for line in report.layers]
+    assert shares == pytest.approx([f / sum(flops) for f in flops])
+    assert report.sketch == sp.L1(0.1)
+    ratio = sp.L1(0.1).flops(20, 5, 6) / (4 * 20 * 5 * 6)
+    assert lines["head"].flops_ratio == pytest.approx(ratio)
+    assert all(line.seconds > 0 for line in report.layers)
+
+
+def test_the_model_is_left_as_it_was():
+    model = Shared().eval()
+    sp.sketch_(model, {"body": sp.L2(0.5)})
+    before, text = torch.get_rng_state(), repr(model)
+    sp.plan(model, torch.randint(0, 10, (4, 7)), rounds=1)
+    assert repr(model) == text
+    assert not model.training
+    assert model.body.exact is False
+    assert all(p.grad is None for p in model.parameters())
+    # Only the arguments above were drawn.
+    torch.set_rng_state(before)
+    torch.randint(0, 10, (4, 7))
+    expected = torch.get_rng_state()
+    torch.set_rng_state(before)
+    sp.plan(model, torch.randint(0, 10, (4, 7)), rounds=1)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+@pytest.fixture
+def slow_exact(monkeypatch):
+    """A machine on which exact layers take 1 s and sketched ones 0.1 s + 1.8 s × kept."""
+    seen = []
+
+    def fake(actions, rounds, device):
+        seen.append(len(actions))
+        return [[seconds] * 3 for seconds in (1.0, 0.28, 1.0)[: len(actions)]]
+
+    monkeypatch.setattr(PLAN, "in_turns", fake)
+    return seen
+
+
+def test_worth_and_break_even_follow_from_the_times(slow_exact):
+    model = nn.Sequential(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 20), nn.Linear(20, 20))
+    report = sp.plan(model, torch.randn(16, 8), rounds=1)
+    assert report.backward_seconds == 1.0
+    for line in report.layers:
+        assert line.ratio == pytest.approx(0.28)
+        assert line.break_even == pytest.approx(0.5)
+        assert line.worth
+        assert line.saved_seconds == pytest.approx(0.72)
+    # The backward itself, the first layer, and one timing for the two that are alike.
+    assert slow_exact == [1, 3, 3]
+    assert list(report.worthwhile) == ["0", "2", "3"]
+    sp.sketch_(model, report.worthwhile)
+    assert all(m.sketch == sp.L1(0.1) for m in model if isinstance(m, nn.Linear))
+
+
+def test_a_layer_that_gets_slower_is_not_worth_it(monkeypatch):
+    def fake(actions, rounds, device):
+        return [[seconds] * 3 for seconds in (1.0, 1.2, 1.5)[: len(actions)]]
+
+    monkeypatch.setattr(PLAN, "in_turns", fake)
+    report = sp.plan(nn.Sequential(nn.Linear(8, 20)), torch.randn(16, 8))
+    (line,) = report.layers
+    assert not line.worth
+    assert line.break_even == 0
+    assert "too small to gain" in str(report)
+    assert report.worthwhile == {}
+    assert report.backward_ratio == 1
+
+
+def test_what_a_sketch_cannot_take_is_said():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
+    report = sp.plan(model, torch.randn(2, 3, 6, 6), sketch=sp.SampleMask(0.5), rounds=1)
+    first, second = report.layers
+    assert first.ratio is None
+    assert not first.worth
+    assert "column sketch" in first.note
+    assert second.ratio is not None
+    whole = sp.plan(nn.Linear(4, 4), torch.randn(2, 4), sketch=sp.L1(1.0), rounds=1)
+    assert whole.layers[0].note == "the budget keeps everything"
+
+
+def test_attention_is_planned_whole():
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    report = sp.plan(model, torch.randn(3, 5, 16), rounds=1)
+    assert [line.layer for line in report.layers] == ["self_attn", "linear1", "linear2"]
+    attention = report.layers[0]
+    assert attention.rows == 15
+    # dW of the input projection, dX and dW of the output one: the batch needs no gradient.
+    exact = 2 * 15 * (48 * 16) + 4 * 15 * (16 * 16)
+    rest = 2 * 4 * 15 * 32 * 16
+    assert attention.flops_share == pytest.approx(exact / (exact + rest))
+
+
+@pytest.mark.parametrize("batch", ["tensor", "tuple", "dict", "loss"])
+def test_every_form_of_batch(batch):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 6)
+
+        def forward(self, x, scale=1.0):
+            return {"out": self.layer(x) * scale, "count": 3}
+
+    x = torch.randn(5, 4)
+    given = {"tensor": x, "tuple": (x, 2.0), "dict": {"x": x, "scale": 2.0}, "loss": [x]}[batch]
+    loss = (lambda m, b: m(b[0])["out"].sum()) if batch == "loss" else None
+    report = sp.plan(Two(), given, loss, rounds=1)
+    assert report.layers[0].rows == 5
+    data = json.loads(json.dumps(report.as_dict()))
+    assert data["layers"][0]["layer"] == "layer"
+    assert "layer" in str(report)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="no layer that can be sketched"):
+        sp.plan(nn.ReLU(), torch.randn(3))
+    with pytest.raises(ValueError, match="no tensor to start backward from"):
+        sp.plan(nn.Linear(3, 3).requires_grad_(False), torch.randn(3, 3))
+    with pytest.raises(ValueError, match="rounds=0"):
+        sp.plan(nn.Linear(3, 3), torch.randn(3, 3), rounds=0)
+
+
+def test_break_even_on_a_line():
+    assert break_even((0.1, 0.3), (0.5, 0.7)) == pytest.approx(0.8)
+    assert break_even((0.5, 0.7), (0.1, 0.3)) == pytest.approx(0.8)
+    assert break_even((0.1, 0.2), (0.5, 0.3)) == 1
+    assert break_even((0.1, 1.2), (0.5, 1.5)) == 0
+    assert break_even((0.1, 0.6), (0.5, 0.5)) == 1
+    assert break_even((0.1, 1.6), (0.5, 1.5)) == 0
+
+
+def test_turns_are_taken_and_compared_in_pairs():
+    order = []
+    seconds = in_turns(
+        [lambda: order.append("e"), lambda: order.append("s")], 3, torch.device("cpu")
+    )
+    assert "".join(order) == "eseseses"  # one warm-up round, then three
+    assert [len(s) for s in seconds] == [3, 3]
+    times = compare([1.0, 10.0, 2.0], [0.5, 5.0, 1.5])
+    assert times == Times(2.0, 1.5, 0.5, 0.0, 3)
+
+
+def test_bench_reports_each_shape_and_sketch():
+    report = bench([(8, 6, 10), (4, 3, 5)], [sp.L1(0.3), sp.L2(1.0)], rounds=1)
+    assert [line.shape for line in report.lines] == [(8, 6, 10)] * 2 + [(4, 3, 5)] * 2
+    assert report.lines[0].flops == sp.L1(0.3).flops(8, 10, 6) / (4 * 8 * 10 * 6)
+    assert report.lines[1].flops == 1
+    assert "8 × 6 × 10" in str(report)
+    json.dumps(report.as_dict())
+
+
+def test_a_loss_can_be_given():
+    def loss(m, b):
+        return F.cross_entropy(m(b[0]), b[1])
+
+    batch = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    assert sp.plan(nn.Sequential(nn.Linear(4, 3)), batch, loss, rounds=1).layers[0].rows == 6

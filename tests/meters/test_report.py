@@ -1,0 +1,311 @@
+"""The HTML report: its numbers are those of the reports, and it needs nothing from elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sketchprop as sp
+from sketchprop.cli import main
+from sketchprop.cli.report import Progress
+from sketchprop.meters import Estimate, criterion
+from sketchprop.meters.measure import plain_data
+from sketchprop.report import html_report, setup_facts
+from sketchprop.report.svg import MOST_BARS, Part, Row, bars
+from sketchprop.report.words import answer, explanation, ratio, together
+
+VOID = {"meta"}
+NASTY = 'a<script>alert("x")</script>&amp;'
+
+
+class Page(HTMLParser):
+    """Reads a page, insists that every element is closed in order, collects what is in it."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        assert len({name for name, _ in attributes}) == len(attributes)
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.texts[self.open[-1]][-1] += data
+
+    @property
+    def words(self):
+        everything = [t for tag, texts in self.texts.items() if tag != "style" for t in texts]
+        return "\n".join(everything).replace("\u00a0", " ")
+
+
+class Odd(nn.Module):
+    """Layers under names that HTML would take for its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({NASTY: nn.Linear(12, 48), "b": nn.Linear(48, 32)})
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x).relu()
+        return self.head(x)
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.fixture(scope="module")
+def reports():
+    torch.manual_seed(0)
+    model = Odd()
+    batches = [(torch.randn(16, 12), torch.randint(4, (16,))) for _ in range(3)]
+    measured = sp.measure(model, loss_fn, batches, sp.L1(0.25), draws=4, rounds=2)
+    return measured, sp.plan(model, batches[0], loss_fn, sketch=sp.L1(0.25), rounds=1)
+
+
+@pytest.fixture(scope="module")
+def page(reports):
+    measured, planned = reports
+    return html_report(measured, [planned], title=f"Model {NASTY}", facts={"command": NASTY})
+
+
+def test_the_numbers_are_those_of_the_reports(reports, page):
+    measured, planned = reports
+    words = Page(page).words
+    for verdict in (measured.by_time, measured.by_flops):
+        assert together(verdict) in words
+        assert ratio(verdict.cost) in words
+    assert ratio(1 + measured.relative.value) in words
+    assert ratio(measured.flops.kept) in words
+    assert str(measured.relative) in words
+    assert f"V = {measured.added} against σ² = {measured.sigma2}" in words
+    for line in measured.variance.layers:
+        assert {line.layer, str(line.injected), str(line.relative)} <= set(words.split("\n"))
+    for node in measured.nodes:
+        assert {node.node, str(node.samples.total), str(node.samples.local)} <= set(
+            words.split("\n")
+        )
+    for line in measured.flops.layers:
+        assert {f"{line.exact / 1e6:.4g}", f"{line.sketched / 1e6:.4g}"} <= set(words.split("\n"))
+    for line in measured.sketched_memory.layers:
+        assert f"{line.saved / 1e3:.1f}" in words
+    for line in planned.layers:
+        assert f"{1e3 * line.seconds:.3f}" in words
+        assert f"{line.rows} × {line.shape[0]} × {line.shape[1]}" in words
+
+
+def test_all_numbers_are_there_as_json(reports, page):
+    measured, planned = reports
+    (text,) = Page(page).texts["pre"]
+    data = json.loads(text)
+    assert data["measure"] == json.loads(json.dumps(plain_data(measured.as_dict())))
+    assert data["plans"] == json.loads(json.dumps([plain_data(planned.as_dict())]))
+    assert data["facts"]["batches"] == "3"
+    assert data["facts"]["draws for each batch"] == "4"
+
+
+def test_bars_are_as_long_as_their_numbers():
+    rows = [Row("a", "", (Part(0.5, "sketched"),)), Row("b", "", (Part(2.0, "exact"),))]
+    drawn = [t for t in Page(bars(rows, title="t")).tags if t[0] == "rect"]
+    widths = [float(attributes["width"].rstrip("%")) for _, attributes in drawn]
+    assert widths[1] == pytest.approx(4 * widths[0])
+    assert 50 < widths[1] <= 100
+    stacked = Row("c", "", (Part(0.25, "local"), Part(0.75, "propagated")), stacked=True)
+    first, second = (
+        attributes
+        for tag, attributes in Page(bars([stacked], title="t", end=1.0)).tags
+        if tag == "rect"
+    )
+    assert first["width"] == second["x"] == "25%"
+    assert second["width"] == "75%"
+
+
+def test_a_chart_of_many_layers_shows_the_largest():
+    rows = [Row(f"layer {i}", "", (Part(float(i), "exact"),)) for i in range(MOST_BARS + 5)]
+    drawing = bars(rows, title="t")
+    assert drawing.count("<rect") == MOST_BARS
+    assert "layer 4<" not in drawing
+    assert "layer 44<" in drawing
+    assert f"The {MOST_BARS} largest of {MOST_BARS + 5}" in drawing
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf, math.nan, 1e-30])
+def test_a_chart_of_odd_numbers_is_drawn(value):
+    drawing = bars([Row("a", "", (Part(value, "exact"),), error=math.inf)], title="t")
+    assert "nan" not in drawing
+    Page(drawing)
+
+
+# --- one file, any name ----------------------------------------------------------------------
+
+
+def test_nothing_comes_from_elsewhere(page):
+    for tag, attributes in Page(page).tags:
+        assert tag not in {"script", "link", "img", "iframe", "object", "embed", "base"}
+        assert not {"src", "href", "xlink:href", "srcset", "data", "background"} & set(attributes)
+        assert not any(name.startswith("on") for name in attributes)
+    assert not re.search(r"https?:|//\w|@import|url\(", page)
+
+
+def test_the_page_is_a_document_for_any_screen(page):
+    parsed = Page(page)
+    assert page.startswith("<!DOCTYPE html>")
+    assert ("meta", {"charset": "utf-8"}) in parsed.tags
+    assert any(attributes.get("name") == "viewport" for _, attributes in parsed.tags)
+    assert "prefers-color-scheme: dark" in page
+    # A heading for each section, a title for each drawing: what a screen reader says.
+    assert len(parsed.texts["section"]) == len(parsed.texts["h2"]) == 7
+    assert all(attributes["role"] == "img" for tag, attributes in parsed.tags if tag == "svg")
+
+
+def test_names_are_escaped(page):
+    assert "<script" not in page
+    assert "alert(&quot;x&quot;)" in page
+    parsed = Page(page)
+    assert parsed.texts["h1"] == [f"Model {NASTY}"]
+    assert f"layers.{NASTY}" in parsed.texts["td"]
+    assert NASTY in parsed.texts["td"]
+
+
+def test_the_answer_comes_first(reports, page):
+    assert page.index('class="verdict') < page.index('class="cards"') < page.index("<section>")
+    assert page.rindex("<section>") == page.index("<section><h2>How it was measured")
+    assert answer(reports[0])[1] in page
+
+
+# --- the answer in words ---------------------------------------------------------------------
+
+
+def judged(report, relative, cost, cost_error=0.0, missed=()):
+    estimate = Estimate(relative, 0.01)
+    variance = replace(report.variance, relative=estimate, missed=dict.fromkeys(missed, estimate))
+    return replace(
+        report,
+        variance=variance,
+        by_time=criterion(estimate, cost, cost_error),
+        by_flops=criterion(estimate, 0.5, basis="FLOPs"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "style", "says"),
+    [
+        ({"relative": 0.2, "cost": 0.5}, "yes", "40 % less time"),
+        ({"relative": 0.5, "cost": 0.9}, "no", "35 % more time"),
+        ({"relative": 4.0, "cost": 0.9}, "no", "4.5 times the time"),
+        ({"relative": 0.2, "cost": 0.8, "cost_error": 0.2}, "open", "within two standard errors"),
+        ({"relative": 0.2, "cost": 0.5, "missed": ["fc.weight"]}, "open", "fc.weight"),
+        ({"relative": 4.0, "cost": 0.9, "missed": ["fc.weight"]}, "no", "larger than shown"),
+    ],
+)
+def test_the_answer_follows_the_verdict(reports, given, style, says):
+    report = judged(reports[0], **given)
+    assert answer(report)[0] == style
+    assert says in " ".join(explanation(report))
+    assert f'class="verdict {style}"' in html_report(report)
+    if style == "yes":
+        assert report.pays
+
+
+def test_without_times_it_is_judged_by_flops(reports):
+    report = replace(reports[0], times=None, by_time=None)
+    page = html_report(report)
+    assert "the work (FLOPs) of an exact one" in page
+    assert "Time of a step" not in page
+    assert "The plan for" not in page
+    assert setup_facts()["torch"] in page
+
+
+def test_without_a_split_the_layers_are_left_out(reports):
+    variance = replace(reports[0].variance, layers=(), nodes=(), remainder=None)
+    page = html_report(replace(reports[0], variance=variance))
+    assert "Where the noise is made" not in page
+    assert "How it travels" not in page
+    Page(page)
+
+
+# --- the command -----------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    typed = ["report", "--sketch", "0=L1(0.5)", "2=Rows(0.5)", "--batches", "2", "--draws", "2"]
+    typed += ["--batch-size", "16", "--rounds", "1", "--steps", "2", "--json", "r.json"]
+    typed += ["--output", "r.html", "--seed", "3"]
+    code = main(typed)
+    out, err = capsys.readouterr()
+    assert err == ""  # no terminal, no progress
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    data = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert code == (0 if data["measure"]["pays"] else 1)
+    assert "report: r.html" in out
+    parsed = Page(page)
+    inside = json.loads(parsed.texts["pre"][0])
+    assert inside["measure"] == data["measure"]
+    assert [planned["sketch"] for planned in data["plans"]] == ["L1(0.5)", "Rows(0.5)"]
+    assert data["facts"]["seed"] == "3"
+    assert data["facts"]["exact steps before"] == "2"
+    assert data["facts"]["command"].startswith("sketchprop report --sketch '0=L1(0.5)'")
+    assert "mlp, 55,050 parameters" in parsed.words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "nowhere/r.html"], "there is no folder 'nowhere'"),
+        (["--batches", "1"], "give 2 or 8"),
+        (["--sketch", "fc9=L1(0.1)", "--batches", "2"], "matches no layer"),
+    ],
+)
+def test_mistakes_leave_no_page(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "--rounds", "0", "--batch-size", "4", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_for_terminals_only():
+    stream = Terminal()
+    line = Progress(stream)
+    line.stage("measuring")
+    assert line.counting(lambda model, batch: batch)(None, 7) == 7
+    line.clear()
+    assert "measuring" in stream.getvalue()
+    assert stream.getvalue().endswith("\r\x1b[K")
+    silent = io.StringIO()
+    line = Progress(silent)
+    line.stage("measuring")
+    assert line.counting(loss_fn) is loss_fn
+    line.clear()
+    assert silent.getvalue() == ""

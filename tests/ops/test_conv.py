@@ -1,0 +1,382 @@
+"""Convolutions obey the laws of the linear layer that they are."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import sketchprop as sp
+from breakpoints import expected
+from sketchprop.layers import SketchedConv1d, SketchedConv2d
+from sketchprop.ops import sketched_conv
+
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+B, C, N = 3, 4, 7
+
+
+@dataclass(frozen=True)
+class Shape:
+    kernel: tuple[int, ...]
+    spatial: tuple[int, ...]
+    options: tuple[tuple[str, object], ...] = ()
+    channels_last: bool = False
+
+    def __str__(self):
+        words = [f"{k}={v}" for k, v in self.options]
+        return " ".join([f"{self.kernel}", *words, *["channels_last"] * self.channels_last])
+
+    @property
+    def format(self):
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
+    def tensors(self):
+        x = torch.randn(B, C, *self.spatial, dtype=torch.float64).to(memory_format=self.format)
+        weight = torch.randn(N, C, *self.kernel, dtype=torch.float64)
+        bias = torch.randn(N, dtype=torch.float64)
+        G = torch.randn_like(self.exact(x, weight, bias)) * torch.linspace(0.1, 2, N).view(
+            -1, *[1] * len(self.spatial)
+        )
+        G = G.contiguous(memory_format=self.format)
+        return x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), G
+
+    def exact(self, x, weight, bias):
+        return CONV[len(self.kernel)](x, weight, bias, **dict(self.options))
+
+    def sketched(self, x, weight, bias, sketch, u=None):
+        return sketched_conv(x, weight, bias, sketch, u=u, **dict(self.options))
+
+
+def shape(kernel, spatial, *, channels_last=False, **options):
+    return Shape(kernel, spatial, tuple(options.items()), channels_last)
+
+
+POINTWISE = [
+    shape((1, 1), (3, 2)),
+    shape((1, 1), (4, 5), stride=2),
+    shape((1, 1), (4, 5), stride=(1, 3), dilation=2),
+    shape((1, 1), (1, 1)),
+    shape((1, 1), (3, 2), channels_last=True),
+    shape((1, 1), (4, 5), stride=2, channels_last=True),
+    shape((1,), (6,)),
+    shape((1,), (7,), stride=3, padding="valid"),
+    shape((1, 1, 1), (2, 3, 2), stride=2),
+]
+KERNEL = [
+    shape((3, 3), (4, 5), padding=1),
+    shape((3, 3), (5, 6), stride=2, padding=(1, 0)),
+    shape((3, 2), (6, 5), dilation=2, padding=2),
+    shape((2, 3), (4, 4), padding="same"),
+    shape((4, 2), (4, 4), padding="same", dilation=(1, 2)),
+    shape((3, 3), (4, 4), padding="valid"),
+    shape((1, 1), (3, 3), padding=1),
+    shape((3, 3), (5, 4), stride=2, padding=1, channels_last=True),
+    shape((3, 1), (5, 4), padding=(1, 0), channels_last=True),
+    shape((4,), (9,), stride=2, padding=1, dilation=2),
+    shape((2, 2, 2), (3, 3, 2), padding=1),
+]
+OPTIONS = {"exact_bias": False}
+COLUMNS = [
+    sp.ColumnMask(0.4, **OPTIONS),
+    sp.L1(0.4, **OPTIONS),
+    sp.L1(2, root=True, **OPTIONS),
+    sp.L2(0.4, **OPTIONS),
+    sp.Variance(0.4, **OPTIONS),
+    sp.Diagonal(0.4, **OPTIONS),
+    sp.L1(0.4, sampling="independent", **OPTIONS),
+    sp.Diagonal(0.4, sampling="independent", **OPTIONS),
+]
+OTHERS = [
+    sp.SampleMask(0.3, **OPTIONS),
+    sp.SampleMask(0.3, sampling="independent", **OPTIONS),
+    sp.GradientSVD(0.3, **OPTIONS),
+    sp.RankConstrained(0.3, **OPTIONS),
+]
+PAIRS = [(s, k) for s in POINTWISE for k in COLUMNS + OTHERS] + [
+    (s, k) for s in KERNEL for k in COLUMNS
+]
+every_pair = pytest.mark.parametrize(("where", "sketch"), PAIRS, ids=str)
+every_shape = pytest.mark.parametrize("where", POINTWISE + KERNEL, ids=str)
+
+
+def rows(t):
+    return t.movedim(1, -1).reshape(-1, t.shape[1])
+
+
+def gated(where, x, weight, bias, sketch, u):
+    """The dense reference: torch's own backward of the masked, rescaled gradient."""
+    y = where.exact(x, weight, bias).movedim(1, -1)
+    return sp.gate(y, sketch, weight=weight.flatten(1), u=u).movedim(-1, 1)
+
+
+def close(actual, wanted, tolerance=1e-10):
+    for a, w in zip(actual, wanted, strict=True):
+        assert a.shape == w.shape
+        assert float((a - w).norm()) <= tolerance * max(1e-300, float(w.norm()))
+
+
+@every_pair
+def test_mean_of_every_gradient_is_exact(where, sketch):
+    x, weight, bias, G = where.tensors()
+    wanted = torch.autograd.grad(where.exact(x, weight, bias), (x, weight, bias), G)
+
+    def gradients(u):
+        return torch.autograd.grad(where.sketched(x, weight, bias, sketch, u), (x, weight, bias), G)
+
+    close(expected(sketch, rows(G), weight.flatten(1), gradients), wanted)
+
+
+@every_pair
+def test_reduced_backward_is_the_dense_one(where, sketch):
+    x, weight, bias, G = where.tensors()
+    for _ in range(3):
+        u = torch.rand(sketch.uniform_shape(rows(G), weight.flatten(1)), dtype=torch.float64)
+        y = where.sketched(x, weight, bias, sketch, u)
+        wanted = torch.autograd.grad(gated(where, x, weight, bias, sketch, u), (x, weight, bias), G)
+        assert torch.equal(y, where.exact(x, weight, bias))
+        close(torch.autograd.grad(y, (x, weight, bias), G), wanted)
+
+
+@pytest.mark.parametrize("where", POINTWISE, ids=str)
+def test_element_masks_are_those_of_the_linear_layer(where):
+    x, weight, bias, G = where.tensors()
+    sketch = sp.ElementMask(0.5)
+    u = torch.rand(sketch.uniform_shape(rows(G), weight.flatten(1)), dtype=torch.float64)
+    got = torch.autograd.grad(where.sketched(x, weight, bias, sketch, u), (x, weight, bias), G)
+    seen = x[(..., *(slice(None, None, s) for s in _strides(where)))]
+    y = sp.sketched_linear(rows(seen), weight.flatten(1), bias, sketch, u=u)
+    close(got, torch.autograd.grad(y, (x, weight, bias), rows(G)))
+
+
+def _strides(where):
+    stride = dict(where.options).get("stride", 1)
+    return (stride,) * len(where.kernel) if isinstance(stride, int) else stride
+
+
+@every_shape
+@pytest.mark.parametrize("sketch", [sp.L1(0.4), sp.Diagonal(0.4)], ids=str)
+def test_layouts_of_the_gradient_do_not_matter(where, sketch):
+    """Contiguous, channels innermost, expanded, sliced: the same numbers."""
+    x, weight, bias, G = where.tensors()
+    u = torch.tensor(0.37, dtype=torch.float64)
+
+    def gradients(G):
+        return torch.autograd.grad(where.sketched(x, weight, bias, sketch, u), (x, weight, bias), G)
+
+    layouts = [
+        G.contiguous(),
+        G.movedim(1, -1).contiguous().movedim(-1, 1),
+        torch.stack([G, G], -1)[..., 0],
+    ]
+    for other in layouts:
+        close(gradients(other), gradients(G))
+    flat = G[:1, :, :1].expand_as(G) if where.spatial[0] > 1 else G
+    close(gradients(flat), gradients(flat.contiguous()))
+
+
+@every_shape
+def test_exact_bias(where):
+    x, weight, bias, G = where.tensors()
+    y = where.sketched(x, weight, bias, sp.L1(0.4))
+    close(torch.autograd.grad(y, [bias], G), [rows(G).sum(0)])
+
+
+@every_shape
+@pytest.mark.parametrize("sketch", [sp.L1(1.0), sp.Diagonal(N)], ids=str)
+def test_keeping_everything_is_the_exact_convolution_bitwise(where, sketch):
+    x, weight, bias, G = where.tensors()
+    got = torch.autograd.grad(where.sketched(x, weight, bias, sketch), (x, weight, bias), G)
+    wanted = torch.autograd.grad(where.exact(x, weight, bias), (x, weight, bias), G)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@every_shape
+def test_memory_format_of_the_input_gradient(where):
+    x, weight, bias, G = where.tensors()
+    y = where.sketched(x, weight, bias, sp.L1(0.4))
+    (dX,) = torch.autograd.grad(y, [x], G)
+    assert dX.is_contiguous(memory_format=where.format)
+
+
+class Saved:
+    """The tensors that a forward pass keeps for backward."""
+
+    def __enter__(self):
+        self.tensors = []
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.hooks.__exit__(*error)
+
+    def _pack(self, t):
+        self.tensors.append(t)
+        return t
+
+    def keeps(self, t):
+        return any(s.data_ptr() == t.data_ptr() for s in self.tensors)
+
+
+@every_shape
+@pytest.mark.parametrize("frozen", ["x", "weight", "x and weight"])
+def test_what_is_frozen_costs_nothing(where, frozen):
+    x, weight, bias, G = where.tensors()
+    u = torch.tensor(0.37, dtype=torch.float64)
+    sketch = sp.L1(0.4)
+    wanted = torch.autograd.grad(where.sketched(x, weight, bias, sketch, u), (x, weight, bias), G)
+    leaves = {"x": x, "weight": weight, "bias": bias}
+    for name in frozen.split(" and "):
+        leaves[name].requires_grad_(False)
+    with Saved() as saved:
+        y = where.sketched(x, weight, bias, sketch, u)
+    if dict(where.options).get("padding") != "same":  # uneven padding makes a new x
+        assert saved.keeps(x) == weight.requires_grad
+    assert saved.keeps(weight) == x.requires_grad
+    y.backward(G)
+    for leaf, true in zip(leaves.values(), wanted, strict=True):
+        if leaf.requires_grad and leaf is not bias:
+            close([leaf.grad], [true])
+        elif leaf is not bias:
+            assert leaf.grad is None
+
+
+@every_shape
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_seen(where, bad):
+    x, weight, bias, G = where.tensors()
+    G[(1, 2, *(size // 2 for size in G.shape[2:]))] = bad  # no place that sees only padding
+    for sketch in (sp.L1(0.4), sp.ColumnMask(0.4), sp.Diagonal(0.4, sampling="independent")):
+        y = where.sketched(x, weight, bias, sketch)
+        for gradient in torch.autograd.grad(y, (x, weight, bias), G):
+            assert not gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("where", [POINTWISE[0], POINTWISE[4], KERNEL[0]], ids=str)
+def test_a_second_backward_is_refused(where):
+    x, weight, bias, G = where.tensors()
+    y = where.sketched(x, weight, bias, sp.L1(0.4))
+    (dX,) = torch.autograd.grad(y, [x], G.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match=r"sketchprop\.exact"):
+        dX.sum().backward()
+
+
+@every_shape
+def test_unbatched_and_empty_inputs(where):
+    x, weight, bias, G = where.tensors()
+    u = torch.tensor(0.6, dtype=torch.float64)
+    single = x.detach()[0].clone().requires_grad_()
+    got = torch.autograd.grad(
+        where.sketched(single, weight, bias, sp.L1(0.4), u), (single, weight, bias), G[0]
+    )
+    batch = single.detach()[None].requires_grad_()
+    wanted = torch.autograd.grad(
+        where.sketched(batch, weight, bias, sp.L1(0.4), u), (batch, weight, bias), G[:1]
+    )
+    close([got[0][None], *got[1:]], wanted)
+    empty = where.sketched(x.detach()[:0], weight, bias, sp.L1(0.4))
+    assert empty.shape == (0, *G.shape[1:])
+    assert torch.autograd.grad(empty.sum(), [weight])[0].eq(0).all()
+
+
+def test_your_own_column_sketch_needs_no_more_than_weights():
+    class LInf(sp.ColumnSketch):
+        def weights(self, G, W):
+            return G.abs().amax(-2).square()
+
+    for where in (POINTWISE[1], KERNEL[1]):
+        x, weight, bias, G = where.tensors()
+        sketch = LInf(0.4)
+
+        def gradients(u, where=where, leaves=(x, weight), bias=bias, G=G, sketch=sketch):
+            return torch.autograd.grad(where.sketched(*leaves, bias, sketch, u), leaves, G)
+
+        wanted = torch.autograd.grad(where.exact(x, weight, bias), (x, weight), G)
+        close(expected(sketch, rows(G), weight.flatten(1), gradients), wanted)
+
+
+def test_a_large_gradient_is_scored_in_parts():
+    """Above a megabyte the absolute sums are taken image by image: the same weights."""
+    G = torch.randn(40, 32, 24, 24)
+    wanted = sp.L1(0.1).probabilities(rows(G))
+    got = sp.L1(0.1).probabilities(sp.L1(0.1).fold(G.flatten(2)))
+    assert torch.allclose(got, wanted, rtol=1e-5)
+    half = sp.L1(0.1).fold(G.flatten(2).half())
+    assert half.dtype == torch.float32
+    assert torch.allclose(half, G.flatten(2).half().float().abs().sum(-1), rtol=1e-4)
+
+
+def test_sketches_without_channels_and_groups_are_refused():
+    x, weight, _, _ = KERNEL[0].tensors()
+    with pytest.raises(TypeError, match="column sketch, for example L1"):
+        sketched_conv(x, weight, None, sp.SampleMask(0.3))
+    with pytest.raises(ValueError, match="grouped"):
+        sketched_conv(x, weight[:, :2], None, sp.L1(0.3))
+    with pytest.raises(ValueError, match="does not fit"):
+        sketched_conv(x[0, 0], weight, None, sp.L1(0.3))
+
+
+def test_autocast_casts_as_the_parent_does():
+    x = torch.randn(4, 8, 6, 6, requires_grad=True)
+    layer = nn.Conv2d(8, 16, 3)
+    sketched = sp.sketch_(copy.deepcopy(layer), sp.L1(0.5))
+    with torch.autocast("cpu", torch.bfloat16):
+        y, wanted = sketched(x), layer(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, wanted)
+    y.float().square().sum().backward()
+    assert sketched.weight.grad.dtype == torch.float32
+    assert sketched.weight.grad.isfinite().all()
+
+
+LAYERS = [
+    nn.Conv2d(4, 6, 3, padding=1),
+    nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular", stride=2),
+    nn.Conv2d(4, 6, (3, 2), padding="same", padding_mode="reflect"),
+    nn.Conv2d(4, 6, 1, bias=False),
+    nn.Conv2d(4, 6, 1, padding=1, padding_mode="replicate"),
+    nn.Conv1d(4, 6, 5, dilation=2, padding=2, padding_mode="replicate"),
+    nn.Conv1d(4, 6, 1, stride=2),
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_modules(layer):
+    layer = copy.deepcopy(layer).double()
+    spatial = (7, 6)[: len(layer.kernel_size)]
+    x = torch.randn(3, 4, *spatial, dtype=torch.float64, requires_grad=True)
+    sketched = sp.sketch_(copy.deepcopy(layer), sp.L1(0.5))
+    assert type(sketched) in (SketchedConv1d, SketchedConv2d)
+    assert "sketch=L1(0.5)" in repr(sketched)
+    assert sketched.state_dict().keys() == layer.state_dict().keys()
+    y = sketched(x)
+    assert torch.equal(y, layer(x))
+    report = sp.check_unbiased(sketched, lambda: sketched(x).square().sum(), draws=200)
+    assert report.ok, report
+    state = torch.get_rng_state()
+    assert torch.equal(sketched.eval()(x), layer.eval()(x))
+    with torch.no_grad():
+        assert torch.equal(sketched.train()(x), layer(x))
+    assert torch.equal(state, torch.get_rng_state())
+    with sp.exact(sketched):
+        got = torch.autograd.grad(sketched(x).square().sum(), [sketched.weight, x])
+    wanted = torch.autograd.grad(layer(x).square().sum(), [layer.weight, x])
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert type(sp.unsketch_(sketched)) is type(layer)
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(("kernel", "padding"), [(1, 0), (3, 1)])
+def test_the_products_are_really_smaller(kernel, padding, form):
+    layer = nn.Conv2d(32, 40, kernel, padding=padding)
+    x = torch.randn(4, 32, 8, 8).to(memory_format=form).requires_grad_()
+    counts = []
+    for module in (layer, sp.sketch_(copy.deepcopy(layer), sp.L1(0.1))):
+        y = module(x)
+        with FlopCounterMode(display=False) as counter:
+            y.backward(torch.randn_like(y))
+        counts.append(counter.get_total_flops())
+    assert counts[1] == pytest.approx(0.1 * counts[0])

@@ -1,0 +1,293 @@
+"""Rows drawn in forward: unbiased, and only r rows of X are saved."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import sketchprop as sp
+from law_table import exact_gradients, layer, products
+from sketchprop.core.samples import Layout
+from sketchprop.meters.cost.memory import saved_bytes
+from sketchprop.meters.unbiased import TOLERANCE, check_unbiased
+from sketchprop.sketches import RowMemory
+from sketchprop.zoo import ViT
+
+WEIGHTS = ("uniform", "input", "running")
+
+
+def pieces(p):
+    sums = p.double().cumsum(0)
+    points = torch.cat([sums - sums.floor(), torch.tensor([0.0, 1.0]).double()]).sort().values
+    return [((low + high) / 2, high - low) for low, high in pairwise(points) if high > low]
+
+
+def run(x, weight, bias, sketch, G, u=None, memory=None):
+    y = sp.sketched_linear(x, weight, bias, sketch, u=u, memory=memory)
+    assert torch.equal(y, F.linear(x, weight, bias))
+    return torch.autograd.grad(y, (x, weight, bias), G)
+
+
+@pytest.mark.parametrize("budget", [1, 0.3, 0.5])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_unbiased_on_hard_layers(weights, budget):
+    for sampling in ("exact", "independent"):
+        report = check_unbiased(sp.ForwardRows(budget, weights=weights, sampling=sampling))
+        assert max(e.error for e in report.entries) <= TOLERANCE, str(report)
+
+
+@pytest.mark.parametrize("shape", [(12, 4), (4, 3, 4), (2, 3, 2, 4)])
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_op_is_unbiased_and_dx_and_db_are_exact(weights, shape, batch_first):
+    x = torch.randn(shape).double().requires_grad_()
+    weight = torch.randn(5, 4).double().requires_grad_()
+    bias = torch.randn(5).double().requires_grad_()
+    G = torch.randn(*shape[:-1], 5).double()
+    with torch.no_grad():
+        x.view(12, 4)[3] = 0
+    sketch = sp.ForwardRows(4, weights=weights, batch_first=batch_first)
+    memory = RowMemory()
+    layout = sketch.layout_of(shape[:-1])
+    memory.update(G.reshape(12, 5) * torch.rand(12, 1).double(), layout)
+    X, rows = x.detach().reshape(12, 4), G.reshape(12, 5)
+    roots = sketch._roots(X, layout, memory)
+    p = sp.optimal_probabilities(roots.square(), 4)
+    true = exact_gradients(rows, weight.detach(), X)
+    mean = torch.zeros_like(weight)
+    for u, width in pieces(p):
+        fresh = RowMemory()
+        fresh._norms = memory._norms
+        dX, dW, db = run(x, weight, bias, sketch, G, u=u, memory=fresh)
+        torch.testing.assert_close(dX.reshape(12, 4), true[0])
+        torch.testing.assert_close(db, true[2])
+        mean += width * dW
+    torch.testing.assert_close(mean, true[1], rtol=0, atol=1e-10)
+
+
+def test_the_running_norms_are_followed_with_a_floor():
+    layout, memory = Layout(1, 5, 3), RowMemory()
+    G = torch.ones(5, 3, 2).double()
+    G[:, 1] *= 50
+    memory.update(G.view(15, 2), layout)
+    levels = memory.levels(torch.ones(15).double(), layout).view(5, 3)
+    assert (levels[:, 1] > 5 * levels[:, 0]).all()
+    assert (levels >= 0.1).all()
+    memory.update(torch.full((15, 2), math.nan), layout)
+    assert memory.levels(torch.ones(15).double(), layout).isfinite().all()
+    # Another length of the sequence: nothing is known.
+    assert (memory.levels(torch.ones(10).double(), Layout(1, 5, 2)) == 1).all()
+
+
+def test_running_layers_remember_and_stay_unbiased():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    sp.sketch_(model, sp.ForwardRows(0.4, weights="running"), sp.select.everything)
+    x = torch.randn(5, 4, 6).double()
+    assert isinstance(model[0].memory, RowMemory)
+    report = check_unbiased(model, lambda: model(x)[:, 0].square().mean(), draws=400)
+    assert report.ok, str(report)
+    assert model[0].memory._norms.shape == (4,)
+    assert model[0].memory._norms[0] > model[0].memory._norms[1:].max()
+    assert not any("memory" in key for key in model.state_dict())
+    sp.unsketch_(model)
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_repeats_the_draw(weights, reentrant):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+    x = torch.randn(10, 6).double().requires_grad_()
+    sp.sketch_(model, sp.ForwardRows(0.3, weights=weights), sp.select.everything)
+
+    def grads(call):
+        sp.sketch_(model, sp.ForwardRows(0.3, weights=weights), sp.select.everything)
+        torch.manual_seed(1)
+        call().square().sum().backward()
+        got = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        return got
+
+    plain = grads(lambda: model(x))
+    again = grads(lambda: checkpoint(model, x, use_reentrant=reentrant))
+    for a, b in zip(plain, again, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_compiles_without_breaks_and_saves_the_rows_only():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8)).double()
+    sp.sketch_(model, sp.ForwardRows(0.1), sp.select.everything)
+    x = torch.randn(100, 16).double()
+    sizes = []
+
+    def pack(t):
+        sizes.append(tuple(t.shape))
+        return t
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = compiled(x)
+    y.square().sum().backward()
+    assert (10, 32) in sizes
+    assert (100, 32) not in sizes
+    true = y.detach() * 2
+    torch.testing.assert_close(model[1].bias.grad, true.sum(0))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_non_finite_gradient_is_never_hidden(weights, bad):
+    G, W, X = layer(12, 5, 4)
+    G[7, 2] = bad
+    for _ in range(10):
+        parts = products(sp.ForwardRows(2, weights=weights)(G, W, X=X), W, X)
+        assert all(not part.isfinite().all() for part in parts)
+        x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+        y = sp.sketched_linear(x, w, None, sp.ForwardRows(2, weights=weights))
+        assert all(not g.isfinite().all() for g in torch.autograd.grad(y, (x, w), G))
+
+
+def test_a_frozen_weight_saves_nothing_and_autocast_works():
+    x = torch.randn(20, 4, requires_grad=True)
+    frozen = torch.randn(5, 4)
+    sizes = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.shape) or t, lambda t: t
+    )
+    with hooks:
+        sp.sketched_linear(x, frozen, None, sp.ForwardRows(0.2)).sum().backward()
+    assert torch.Size((20, 4)) not in sizes
+    weight = torch.randn(5, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = sp.sketched_linear(x, weight, None, sp.ForwardRows(0.2))
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert weight.grad.dtype == torch.float32
+
+
+def test_a_stack_draws_for_each_layer():
+    x = torch.randn(3, 10, 4).double().requires_grad_()
+    weight = torch.randn(3, 5, 4).double().requires_grad_()
+    G = torch.randn(3, 10, 5).double()
+    y = sp.sketched_linear(x, weight, None, sp.ForwardRows(3))
+    dX, dW = torch.autograd.grad(y, (x, weight), G)
+    torch.testing.assert_close(dX, G @ weight.detach())
+    assert dW.shape == weight.shape
+
+
+# --- what is saved, by unique storage ---
+
+
+def linear_bytes(model, loss, batch, names):
+    report = saved_bytes(model, loss, batch)
+    lines = {line.layer: line for line in report.layers}
+    return sum(lines[name].saved for name in names), report
+
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+
+class Encoder(nn.Module):
+    """As BERT is made: attention, norms behind the residuals, GELU."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.one, self.two = nn.LayerNorm(32), nn.LayerNorm(32)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = self.one(x + self.o(y))
+        return self.two(x + self.down(F.gelu(self.up(x))))
+
+
+MODELS = {
+    "mlp": lambda: (
+        nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 8)),
+        torch.randn(200, 64),
+    ),
+    "vit": lambda: (ViT(dim=32, depth=2, heads=2, hidden=64), torch.randn(8, 3, 32, 32)),
+    "bert": lambda: (nn.Sequential(Encoder(), Encoder()), torch.randn(16, 20, 32)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_linear_inputs_cost_the_budget_and_little_more(name):
+    model, x = MODELS[name]()
+    sp.sketch_(model, sp.ForwardRows(0.1), sp.select.linear & ~sp.select.last)
+    names = [n for n, m in model.named_modules() if isinstance(m, sp.SketchedModule)]
+    assert len(names) >= 2
+    with sp.exact(model):
+        # Summed over layers: each layer holds its input, shared or not.
+        exact, whole = linear_bytes(model, loss_fn, x, names)
+    kept, report = linear_bytes(model, loss_fn, x, names)
+    assert kept <= 1.1 * 0.1 * exact
+    assert report.total < whole.total
+
+
+def test_a_buffer_that_another_operation_holds_is_reported_as_shared():
+    x = torch.randn(100, 16)
+
+    def saved(activation):
+        model = nn.Sequential(nn.Linear(16, 32), activation, nn.Linear(32, 8))
+        sp.sketch_(model, sp.ForwardRows(0.1), sp.select.everything)
+        with sp.exact(model):
+            exact = saved_bytes(model, loss_fn, x)
+        drawn = saved_bytes(model, loss_fn, x)
+        line = next(line for line in exact.layers if line.layer == "2")
+        return line, exact.total - drawn.total
+
+    size = 100 * 32 * 4
+    line, freed = saved(nn.GELU())  # GELU keeps its input, the linear layer GELU's output
+    assert line.shared == 0
+    assert freed > 0.8 * size
+    line, freed = saved(nn.ReLU())  # ReLU keeps its own output: nothing to free
+    assert line.shared == size
+    assert freed < 0
+    assert "kept alive" in line.note
+    line, freed = saved(nn.LayerNorm(32))  # LayerNorm keeps its input
+    assert line.shared == 0
+    assert freed > 0.8 * size
+    assert line.note == ""
+
+
+def test_summary_shows_what_is_saved():
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+    sp.sketch_(model, sp.ForwardRows(0.25))
+    first, last = sp.summary(model, rows=100).layers
+    assert (first.saved, last.saved) == (0.25, 1.0)
+    assert 0.5 < first.flops < 0.7
+    assert "saved" in str(sp.summary(model))
+
+
+def test_a_model_is_checked_over_its_draws_in_forward():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)).double()
+    sp.sketch_(model, sp.ForwardRows(0.4))
+    x = torch.randn(10, 6).double()
+    report = check_unbiased(model, lambda: model(x).square().mean(), draws=400)
+    assert report.ok, str(report)
+    assert max(e.z for e in report.entries) > 0.1
+    dropping = nn.Sequential(model, nn.Dropout(0.5))
+    with pytest.raises(ValueError, match="set the dropout to 0"):
+        check_unbiased(dropping, lambda: dropping(x).square().mean())
+
+
+def test_errors_say_what_to_type():
+    with pytest.raises(ValueError, match="'running'"):
+        sp.ForwardRows(0.1, weights="gradient")
+    with pytest.raises(TypeError, match="linear layers and attention only"):
+        sp.sketched_conv(
+            torch.randn(2, 3, 8, 8), torch.randn(4, 3, 1, 1), None, sp.ForwardRows(0.3)
+        )
+    with pytest.raises(ValueError, match="linear layers and attention only"):
+        sp.sketch_(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)), sp.ForwardRows(0.3))
+    with pytest.raises(TypeError, match="not in gate"):
+        sp.gate(torch.randn(4, 3, requires_grad=True), sp.ForwardRows(0.5))

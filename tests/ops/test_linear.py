@@ -1,0 +1,339 @@
+"""The fast path is the gate is the dense product is the paper's pseudo-code, draw for draw."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import sketchprop as sp
+from law_table import ATOMS, EXACT, SKETCHES, layer
+from linear_laws import (
+    INPUTS,
+    TOLERANCE,
+    B,
+    D,
+    N,
+    assert_same,
+    dense,
+    fast,
+    gated,
+    leaf,
+    parameters,
+    rows_of,
+    uniforms,
+)
+from sketchprop import reference
+
+every_sketch = pytest.mark.parametrize("variant", SKETCHES, ids=str)
+every_gate = pytest.mark.parametrize("variant", ATOMS, ids=str)
+
+
+# --- four ways to the same gradient ---
+
+
+@pytest.mark.parametrize("exact_bias", [True, False])
+@pytest.mark.parametrize("dims", INPUTS)
+@every_gate
+def test_fast_path_is_gate_is_dense(variant, dims, exact_bias):
+    weight, bias = parameters()
+    x = leaf(torch.randn(INPUTS[dims], dtype=torch.float64))
+    G = torch.randn(*INPUTS[dims][:-1], N, dtype=torch.float64)
+    for budget in (1, 0.5):
+        sketch = variant.method(budget, **dict(variant.options), exact_bias=exact_bias)
+        u = uniforms(sketch, rows_of(G), weight)
+        quick = fast(x, weight, bias, sketch, G, u)
+        assert_same(quick, dense(x, weight, bias, sketch, G, u))
+        slow = gated(x, weight, bias, sketch, G, u)
+        assert_same(quick[:2], slow[:2])
+        # The gate sits behind the whole layer: its bias gradient always comes from Ĝ.
+        if not exact_bias:
+            assert_same(quick[2:], slow[2:])
+        else:
+            torch.testing.assert_close(quick[2], rows_of(G).sum(0))
+
+
+@every_sketch
+def test_forward_is_bitwise_f_linear(variant):
+    weight, bias = parameters(torch.float32)
+    for shape in INPUTS.values():
+        x = leaf(torch.randn(shape))
+        for b in (bias, None):
+            y = sp.sketched_linear(x, weight, b, variant(0.5))
+            assert torch.equal(y, F.linear(x, weight, b))
+            assert y.requires_grad
+
+
+@every_gate
+def test_the_gate_is_the_identity_in_forward(variant):
+    x = leaf(torch.randn(B, N))
+    y = sp.gate(x, variant(0.5), weight=torch.randn(N, D))
+    assert torch.equal(x, y)
+    assert y.requires_grad
+
+
+def coordinate_reference(name, *, root=False):
+    def sketch(G, W, r, u):
+        weights = reference.coordinate_weights(G, W, name)
+        return reference.coordinate_sketch(G, weights.sqrt() if root else weights, r, u)
+
+    return sketch
+
+
+PSEUDO_CODE = {
+    sp.L1: coordinate_reference("l1"),
+    sp.L2: coordinate_reference("l2"),
+    sp.Variance: coordinate_reference("var"),
+    sp.Diagonal: coordinate_reference("diagonal"),
+    sp.GradientSVD: lambda G, W, r, u: reference.svd_sketch(G, r, u),
+    sp.RankConstrained: reference.rank_constrained_sketch,
+}
+ROOTS = {
+    sp.L1: coordinate_reference("l1", root=True),
+    sp.L2: coordinate_reference("l2", root=True),
+    sp.Variance: coordinate_reference("var", root=True),
+    sp.GradientSVD: lambda G, W, r, u: reference.svd_sketch(G, r, u, root=True),
+}
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("method", "root"), [*((m, False) for m in PSEUDO_CODE), *((m, True) for m in ROOTS)]
+)
+def test_fast_path_is_the_pseudo_code_of_the_paper(method, root, rank):
+    options = {"root": True} if root else {}
+    if method in (sp.Variance, sp.Diagonal, sp.RankConstrained):
+        options["paper"] = True
+    G, W, X = layer(7, 6, 8)
+    sketch = method(rank, exact_bias=False, **options)
+    x, weight, bias = leaf(X), leaf(W), leaf(torch.randn(6).double())
+    for u in torch.rand(10, dtype=torch.float64):
+        G_hat = (ROOTS if root else PSEUDO_CODE)[method](G, W, rank, float(u))
+        expected = reference.masked_backward(G_hat, X, W)
+        assert_same(fast(x, weight, bias, sketch, G, u), expected, 1e-7)
+
+
+@pytest.mark.parametrize("p", [0.3, 0.7])
+def test_fast_path_is_the_pseudo_code_of_the_masks(p):
+    G, W, X = layer(7, 6, 8)
+    x, weight, bias = leaf(X), leaf(W), leaf(torch.randn(6).double())
+    for method, mask, atoms in [
+        (sp.ColumnMask, reference.per_column_mask, 6),
+        (sp.SampleMask, reference.per_sample_mask, 7),
+    ]:
+        sketch = method(p, sampling="independent", exact_bias=False)
+        for u in torch.rand(8, atoms, dtype=torch.float64):
+            expected = reference.masked_backward(mask(G, p, u < p), X, W)
+            assert_same(fast(x, weight, bias, sketch, G, u), expected)
+    sketch = sp.ElementMask(p, sampling="independent")
+    for u in torch.rand(8, 6 + 7, 8, dtype=torch.float64):
+        expected = reference.per_element_backward(G, X, W, p, u[:6] < p, u[6:] < p)
+        assert_same(fast(x, weight, bias, sketch, G, u), expected)
+
+
+# --- shapes, strides, dtypes ---
+
+
+@every_sketch
+def test_non_contiguous_inputs_and_gradients(variant):
+    weight, bias = parameters()
+    sketch = variant(0.5)
+    plain = torch.randn(3, 2, D, dtype=torch.float64)
+    G = torch.randn(3, 2, N, dtype=torch.float64)
+    strange = {
+        "transposed": (plain.transpose(0, 1).contiguous().transpose(0, 1), G),
+        "strided": (torch.stack([plain, plain], -1).flatten(-2)[..., ::2], G),
+        "gradient transposed": (plain, G.mT.contiguous().mT),
+        "gradient expanded": (plain, G[:1, :1].expand(3, 2, N)),
+    }
+    for name, (x, grad) in strange.items():
+        assert not (x.is_contiguous() and grad.is_contiguous()), name
+        u = uniforms(sketch, rows_of(grad), weight)
+        got = fast(x.detach().requires_grad_(), weight, bias, sketch, grad, u)
+        same = fast(leaf(x.contiguous()), weight, bias, sketch, grad.contiguous(), u)
+        assert_same(got, same)
+
+
+@every_sketch
+def test_a_weight_that_is_not_contiguous(variant):
+    weight, bias = parameters()
+    sketch = variant(0.5)
+    x, G = leaf(torch.randn(B, D).double()), torch.randn(B, N).double()
+    u = uniforms(sketch, G, weight)
+    turned = weight.detach().mT.contiguous().mT.requires_grad_()
+    assert not turned.is_contiguous()
+    assert_same(fast(x, turned, bias, sketch, G, u), fast(x, weight, bias, sketch, G, u))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@every_sketch
+def test_dtypes(variant, dtype):
+    weight, bias = parameters(dtype)
+    x, G = leaf(torch.randn(B, D, dtype=dtype)), torch.randn(B, N, dtype=dtype)
+    for budget in (1, 0.5):
+        sketch = variant(budget)
+        u = uniforms(sketch, G, weight)
+        got = fast(x, weight, bias, sketch, G, u)
+        assert [g.dtype for g in got] == [dtype] * 3
+        # The same numbers in float64. Directions of near-equal strength may turn in lower
+        # precision, so spectral sketches are compared in mean below, not draw by draw.
+        if variant.method not in (sp.GradientSVD, sp.RankConstrained):
+            wide = [t.detach().double() for t in (x, weight, bias)]
+            expected = fast(*map(leaf, wide), sketch, G.double(), u)
+            for a, b in zip(got, expected, strict=True):
+                assert (a.double() - b).norm() <= TOLERANCE[dtype] * b.norm()
+        if variant in ATOMS:
+            assert_same(got[:2], gated(x, weight, bias, sketch, G, u)[:2], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("variant", EXACT, ids=str)
+def test_means_in_every_dtype(variant, dtype):
+    # A fine grid of u: the mean of the fast path is the exact gradient, to the dtype's rounding.
+    weight, bias = parameters(dtype)
+    x, G = leaf(torch.randn(B, D, dtype=dtype)), torch.randn(B, N, dtype=dtype)
+    sketch = variant(0.5)
+    K = 200
+    totals = [torch.zeros(t.shape, dtype=torch.float64) for t in (x, weight, bias)]
+    for k in range(K):
+        u = torch.full(sketch.uniform_shape(G, weight), (k + 0.5) / K, dtype=torch.float64)
+        for total, grad in zip(totals, fast(x, weight, bias, sketch, G, u), strict=True):
+            total.add_(grad.double() / K)
+    truths = (G.double() @ weight.double(), G.double().mT @ x.double(), G.double().sum(0))
+    for total, true in zip(totals, truths, strict=True):
+        assert (total - true).norm() <= (TOLERANCE[dtype] + 20 / K) * true.norm()
+
+
+@pytest.mark.parametrize("shape", [(0, D), (3, 0, D)])
+@every_sketch
+def test_a_batch_without_rows(variant, shape):
+    weight, bias = parameters()
+    x = leaf(torch.zeros(shape, dtype=torch.float64))
+    y = sp.sketched_linear(x, weight, bias, variant(0.5))
+    assert y.shape == (*shape[:-1], N)
+    y.sum().backward()
+    assert x.grad.shape == shape
+    assert not weight.grad.any()
+    assert not bias.grad.any()
+    z = leaf(torch.zeros(*shape[:-1], N))
+    if variant in ATOMS:
+        sp.gate(z, variant(0.5), weight=weight).sum().backward()
+        assert z.grad.shape == z.shape
+
+
+# --- what is wanted, and what is not ---
+
+
+@pytest.mark.parametrize("wants", ["xwb", "xw", "x", "w", "wb", "b"])
+@every_sketch
+def test_only_what_is_wanted(variant, wants):
+    weight, bias = parameters()
+    X, G = torch.randn(B, D).double(), torch.randn(B, N).double()
+    sketch = variant(0.5)
+    u = uniforms(sketch, G, weight)
+    full = fast(leaf(X), weight, bias, sketch, G, u)
+    tensors = [leaf(t, grad=k in wants) for k, t in zip("xwb", (X, weight, bias), strict=True)]
+    sp.sketched_linear(*tensors, sketch, u=u).backward(G)
+    for tensor, expected in zip(tensors, full, strict=True):
+        if tensor.requires_grad:
+            torch.testing.assert_close(tensor.grad, expected, rtol=1e-12, atol=1e-12)
+        else:
+            assert tensor.grad is None
+
+
+@every_sketch
+def test_without_a_bias(variant):
+    weight, bias = parameters()
+    X, G = torch.randn(B, D).double(), torch.randn(B, N).double()
+    sketch = variant(0.5)
+    u = uniforms(sketch, G, weight)
+    x = leaf(X)
+    got = torch.autograd.grad(sp.sketched_linear(x, weight, None, sketch, u=u), (x, weight), G)
+    assert_same(got, fast(leaf(X), weight, bias, sketch, G, u)[:2])
+
+
+def test_only_the_bias_draws_nothing_when_it_is_exact():
+    weight, bias = torch.randn(N, D), torch.randn(N, requires_grad=True)
+    state = torch.get_rng_state()
+    y = sp.sketched_linear(torch.randn(B, D, generator=torch.Generator()), weight, bias, sp.L1(1))
+    y.sum().backward()
+    assert torch.equal(bias.grad, torch.full((N,), float(B)))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def saved_by(f):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = f()
+    return saved, out
+
+
+def holds(saved, tensor):
+    return any(t.data_ptr() == tensor.data_ptr() for t in saved)
+
+
+@every_sketch
+def test_a_frozen_weight_saves_no_input(variant):
+    weight, bias = parameters()
+    x = leaf(torch.randn(B, D).double())
+    saved, _ = saved_by(lambda: sp.sketched_linear(x, weight.detach(), bias, variant(0.5)))
+    assert not holds(saved, x)
+    saved, _ = saved_by(lambda: sp.sketched_linear(x, weight, bias, variant(0.5)))
+    assert holds(saved, x)
+    assert holds(saved, weight)
+
+
+def test_a_frozen_input_saves_no_weight_and_computes_no_dx():
+    weight, bias = parameters()
+    x = torch.randn(B, D).double()
+    saved, y = saved_by(lambda: sp.sketched_linear(x, weight, bias, sp.L1(2)))
+    assert not holds(saved, weight)
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == 2 * B * 2 * D
+
+
+@every_sketch
+def test_no_gradient_wanted_is_f_linear(variant):
+    x, weight, bias = torch.randn(B, D), torch.randn(N, D), torch.randn(N)
+    assert not sp.sketched_linear(x, weight, bias, variant(0.5)).requires_grad
+    with torch.no_grad():
+        assert not sp.sketched_linear(leaf(x), weight, bias, variant(0.5)).requires_grad
+
+
+# --- cost ---
+
+
+def backward_flops(sketch, B, n, d):
+    x, weight = torch.randn(B, d, requires_grad=True), torch.randn(n, d, requires_grad=True)
+    y = F.linear(x, weight) if sketch is None else sp.sketched_linear(x, weight, None, sketch)
+    G = torch.randn_like(y)
+    with FlopCounterMode(display=False) as counter:
+        y.backward(G)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.25, 7])
+def test_products_are_as_small_as_the_budget_says(budget):
+    B, n, d = 64, 40, 48
+    assert backward_flops(None, B, n, d) == 4 * B * n * d
+    for method in (sp.ColumnMask, sp.L1, sp.L2, sp.Variance, sp.Diagonal, sp.SampleMask):
+        sketch = method(budget)
+        flops = backward_flops(sketch, B, n, d)
+        assert flops == sketch.product_flops(B, n, d)
+        assert flops < 0.3 * 4 * B * n * d
+    for method in (sp.GradientSVD, sp.RankConstrained):
+        # The products with W and X are thin; making the basis costs what planning_flops says.
+        sketch = method(budget)
+        r = sketch.rank(min(B, n))
+        thin = 4 * r * d * (B + n) + 2 * r * B * n
+        planned = backward_flops(sketch, B, n, d) - thin
+        assert planned <= sketch.planning_flops(B, n, d)
+
+
+def test_products_of_a_stack_are_reduced_too():
+    weight = torch.randn(3, 40, 48, requires_grad=True)
+    x = torch.randn(3, 64, 48, requires_grad=True)
+    y = sp.sketched_linear(x, weight, None, sp.L1(4))
+    with FlopCounterMode(display=False) as counter:
+        y.backward(torch.randn_like(y))
+    assert counter.get_total_flops() == 3 * 4 * 64 * 4 * 48
