@@ -10,17 +10,17 @@ from torch import nn
 import sketchprop as sp
 from law_table import CASES, exact_gradients, layer, products
 from sketchprop.core.compact import KeptRows
-from sketchprop.core.samples import Layout
+from sketchprop.core.samples import Samples
 from sketchprop.meters.unbiased import TOLERANCE, check_unbiased, expected_gradients
 from sketchprop.sketches import VCAS, WTACRS
 
 WEIGHTS = ("gradient", "gradient_input", "uniform")
 LAYOUTS = {
-    "rows": Layout(1, 12, 1),
-    "batch first": Layout(1, 4, 3),
-    "sequence first": Layout(3, 4, 1),
-    "between": Layout(2, 3, 2),
-    "pixels": Layout(1, 4, 3, pixels=True),
+    "rows": Samples(1, 12, 1),
+    "batch first": Samples(1, 4, 3),
+    "sequence first": Samples(3, 4, 1),
+    "between": Samples(2, 3, 2),
+    "pixels": Samples(1, 4, 3, pixels=True),
 }
 
 
@@ -85,7 +85,7 @@ def test_a_sample_stays_together(layout):
 
 def test_tokens_are_drawn_in_sample_major_order_whatever_the_memory_order():
     G, _, _ = layer(12, 5, 4)
-    batch_first, sequence_first = Layout(1, 4, 3), Layout(3, 4, 1)
+    batch_first, sequence_first = Samples(1, 4, 3), Samples(3, 4, 1)
     moved = G.view(4, 3, 5).transpose(0, 1).reshape(12, 5)
     for u in torch.linspace(0, 0.99, 20, dtype=torch.float64):
         one = sp.Rows(5)(G, None, u, layout=batch_first).dense()
@@ -123,7 +123,7 @@ def test_probabilities_are_the_optimum_for_dw():
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("unit", ["sample", "token"])
 def test_few_rows_are_kept_as_they_are(unit, weights, dtype):
-    layout = Layout(1, 10, 3)
+    layout = Samples(1, 10, 3)
     G, _, X = layer(30, 5, 4, dtype=dtype)
     for count in (1, 3):
         alive = torch.zeros(10, 3, dtype=torch.bool)
@@ -261,7 +261,7 @@ def test_a_non_finite_gradient_is_never_hidden(unit, weights, bad):
     G, W, X = layer(12, 5, 4)
     G[7, 2] = bad
     for _ in range(20):
-        drawn = sp.Rows(2, weights=weights, unit=unit)(G, W, X=X, layout=Layout(1, 4, 3))
+        drawn = sp.Rows(2, weights=weights, unit=unit)(G, W, X=X, layout=Samples(1, 4, 3))
         assert all(not part.isfinite().all() for part in products(drawn, W, X))
 
 
@@ -324,7 +324,7 @@ def test_rows_and_columns_multiply_a_small_block_only():
 
 def test_vcas_is_unbiased_over_all_coins():
     G, W, X = layer(4, 3, 2)
-    layout = Layout(1, 2, 2)
+    layout = Samples(1, 2, 2)
     sketch = VCAS(0.6, samples=0.7)
     totals = [torch.zeros_like(t) for t in exact_gradients(G, W, X)]
     p = sp.Rows(0.7, unit="sample", sampling="independent").probabilities(G, layout=layout)

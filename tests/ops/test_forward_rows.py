@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
 from law_table import exact_gradients, layer, products
-from sketchprop.core.samples import Layout
+from sketchprop.core.samples import Samples
 from sketchprop.meters.cost.memory import saved_bytes
 from sketchprop.meters.unbiased import TOLERANCE, check_unbiased
 from sketchprop.sketches import RowMemory
@@ -70,7 +70,7 @@ def test_the_op_is_unbiased_and_dx_and_db_are_exact(weights, shape, batch_first)
 
 
 def test_the_running_norms_are_followed_with_a_floor():
-    layout, memory = Layout(1, 5, 3), RowMemory()
+    layout, memory = Samples(1, 5, 3), RowMemory()
     G = torch.ones(5, 3, 2).double()
     G[:, 1] *= 50
     memory.update(G.view(15, 2), layout)
@@ -80,7 +80,7 @@ def test_the_running_norms_are_followed_with_a_floor():
     memory.update(torch.full((15, 2), math.nan), layout)
     assert memory.levels(torch.ones(15).double(), layout).isfinite().all()
     # Another length of the sequence: nothing is known.
-    assert (memory.levels(torch.ones(10).double(), Layout(1, 5, 2)) == 1).all()
+    assert (memory.levels(torch.ones(10).double(), Samples(1, 5, 2)) == 1).all()
 
 
 def test_running_layers_remember_and_stay_unbiased():

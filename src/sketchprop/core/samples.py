@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Layout(NamedTuple):
+class Samples(NamedTuple):
     """The rows of a layer as ``[before, samples, after]``: those of one sample, all tokens of it.
 
     ``[N, T, d]`` has T rows after the sample's axis, the sequence-first ``[T, N, d]`` has T before
@@ -22,8 +22,8 @@ class Layout(NamedTuple):
     pixels: bool = False
 
     @classmethod
-    def of(cls, dims: tuple[int, ...], sample_dim: int | None = 0) -> Layout:
-        """The layout of rows with leading dimensions ``dims``; ``None``: all are one sample's."""
+    def of(cls, dims: tuple[int, ...], sample_dim: int | None = 0) -> Samples:
+        """Of rows with leading dimensions ``dims``; ``None``: all are one sample's."""
         if sample_dim is None or not dims:
             return cls(1, 1, math.prod(dims))
         after = math.prod(dims[sample_dim + 1 :])

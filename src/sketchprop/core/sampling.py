@@ -1,20 +1,55 @@
-"""Samplers: probabilities and uniforms in, kept atoms out. Pure: no random state in here."""
+"""Samplers: probabilities and uniforms in, kept atoms out.
+
+``draw_uniforms`` is the one place where the library asks a random generator.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .checks import check_rank, wide_dtype
 
+Uniforms = Callable[[Tensor, tuple[int, ...]], Tensor]
+"""Where a draw takes its randomness from: ``uniforms(p, shape)``, numbers in [0, 1) for the atoms
+with probabilities ``p``. ``shape`` is that of p without its last axis (one number for each exact
+draw) or that of p (a coin for each atom). ``draw_uniforms`` asks the default generator; tests and
+``every_draw`` hand out numbers of their own."""
 
-def draw_uniforms(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Uniforms in [0, 1) from the default generator of ``device``, as fine as it can make them.
+
+def draw_uniforms(p: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Uniforms in [0, 1) from the default generator of p's device, as fine as it can make them.
 
     float64, because an atom with p below 2⁻²⁴ would never be met by float32 uniforms.
     """
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.rand(shape, dtype=dtype, device=device)
+    return torch.rand(shape, dtype=wide_dtype(p), device=p.device)
+
+
+def draw(
+    p: Tensor, rank: float, sampling: str = "exact", uniforms: Uniforms = draw_uniforms
+) -> tuple[Tensor, Tensor]:
+    """The kept atoms ``index[..., r]`` and their ``scale[..., r]``, 1/pᵢ.
+
+    ``p: [..., n]`` in float64, as ``water_fill`` returns it. ``"exact"`` keeps ``rank`` atoms.
+    ``"independent"`` tosses a coin for each, and waits once for the device: its size is random.
+    In a stack the shorter draws are padded with atoms times 0.
+    """
+    if sampling == "exact":
+        index = systematic(p, uniforms(p, tuple(p.shape[:-1])), int(rank))
+        return index, take(p, index).reciprocal()
+    kept = sample_independent(p, uniforms(p, tuple(p.shape)))
+    size = int(kept.sum(-1).max()) if kept.numel() else 0
+    index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :size]
+    return index, torch.where(take(kept, index), take(p, index).reciprocal(), 0.0)
+
+
+def take(values: Tensor, index: Tensor) -> Tensor:
+    """``values[..., index]``, with an index for each row of a stack."""
+    if values.dim() == 1 and index.dim() == 1:
+        return values[index]
+    return values.expand(*index.shape[:-1], -1).gather(-1, index)
 
 
 def sample_exact(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:

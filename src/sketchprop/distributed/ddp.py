@@ -56,7 +56,7 @@ class SharedDraw(PlanMemory):
         self.weights = weights if self.weights is None else self.weights + weights
         if self.index is None or self.scale is None or sketch != self.sketch:
             plan = sketch.plan(G, W)
-            u = draw_uniforms((), G.device) if u is None else u
+            u = draw_uniforms(G, ()) if u is None else u
             index, scale = sketch.draw(plan.probabilities, u)
         else:
             plan = Plan(weights)
@@ -311,7 +311,7 @@ def _draw(layer: _Layer, weights: Tensor) -> Tensor:
     n, r = len(weights), layer.rank
     p = water_fill(weights.sqrt(), r)
     p = torch.where(p.isfinite(), p, r / n) * (1 - STALE_FLOOR) + STALE_FLOOR * r / n
-    index, scale = layer.sketch.draw(p, draw_uniforms((), weights.device))
+    index, scale = layer.sketch.draw(p, draw_uniforms(weights, ()))
     bits = scale.to(solve_dtype(weights)).float().view(torch.int32)
     return torch.cat([index.to(torch.int32), bits])
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.samples import Layout
+from ..core.samples import Samples
 from ..ops import sketched_linear
 from .state import SketchedModule
 
@@ -73,7 +73,7 @@ class SketchedMultiheadAttention(SketchedModule, nn.MultiheadAttention):
         # Sequence first in memory, as the parent returns it: a dropout behind this layer draws
         # its mask in memory order, and must draw the same one under `exact`.
         out = out.permute(2, 0, 1, 3).flatten(2)
-        layout = Layout.of(tuple(out.shape[:-1]), 1)
+        layout = Samples.of(tuple(out.shape[:-1]), 1)
         out = sketched_linear(
             out, self.out_proj.weight, self.out_proj.bias, self.sketch, layout=layout
         )
@@ -104,7 +104,7 @@ class SketchedMultiheadAttention(SketchedModule, nn.MultiheadAttention):
         # Without a batch all rows are tokens of one sample.
         samples = None if query.dim() == 2 else 0 if self.batch_first else 1
         outputs = [
-            sketched_linear(x, W, b, self.sketch, layout=Layout.of(tuple(x.shape[:-1]), samples))
+            sketched_linear(x, W, b, self.sketch, layout=Samples.of(tuple(x.shape[:-1]), samples))
             for x, W, b in self._projections(query, key, value)
         ]
         return [part for out in outputs for part in torch.split(out, self.embed_dim, -1)]

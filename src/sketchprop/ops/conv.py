@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.checks import check_local, solve_dtype
 from ..core.compact import KeptRows, scaled
 from ..core.importance import column_sums
-from ..core.samples import Layout
+from ..core.samples import Samples
 from ..core.sampling import draw_uniforms
 from ..sketches import ColumnSketch, Rows, Sketch
 from .linear import _autocast, refuse_second_backward
@@ -239,7 +239,7 @@ def _draw(
     sketch: Sketch = ctx.sketch
     if not sketch.by_rows:
         return sketch(G, W, u)
-    layout = Layout(1, samples, G.shape[0] // samples, pixels=True)
+    layout = Samples(1, samples, G.shape[0] // samples, pixels=True)
     X = None
     if x is not None and sketch.needs_input:
         X = channel_rows(ctx.geometry.visited(x))
@@ -313,7 +313,7 @@ def _choose(
     """The kept channels and their 1/p, from a matrix ``S`` with the column weights of G."""
     W = None if weight is None else weight.flatten(1)
     if u is None:
-        u = draw_uniforms(sketch.uniform_shape(S, W), S.device)
+        u = draw_uniforms(S, sketch.uniform_shape(S, W))
     return sketch.draw(sketch.plan(S, W).probabilities, u)
 
 

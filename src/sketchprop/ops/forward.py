@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.compact import scaled, take_rows
 from ..core.importance import column_sums
-from ..core.samples import Layout
+from ..core.samples import Samples
 from ..core.sampling import draw_uniforms
 from ..sketches import ForwardRows, RowMemory, Sketch, Split
 from ..sketches.base import part_of
@@ -25,7 +25,7 @@ def forward_rows_linear(
     sketch: ForwardRows | Split,
     u: Tensor | None,
     memory: object,
-    layout: Layout,
+    layout: Samples,
 ) -> Tensor:
     """``sketched_linear`` for a sketch that draws in forward."""
     first = sketch.input if isinstance(sketch, Split) else None
@@ -115,7 +115,7 @@ def _gradients(
 def _draw(ctx: Any, G: Tensor, weight: Tensor, u: Tensor | None) -> Any:
     sketch: Sketch = ctx.sketch
     if u is None:
-        u = draw_uniforms(sketch.uniform_shape(G, weight), G.device)
+        u = draw_uniforms(G, sketch.uniform_shape(G, weight))
     else:
         u = part_of(u, len(ctx.stack), 0, sketch.uniform_shape(G, weight))
     return sketch(G, weight, u, layout=ctx.layout)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.checks import check_local
 from ..core.compact import CompactGradient, KeptColumns
 from ..core.importance import column_sums
-from ..core.samples import Layout
+from ..core.samples import Samples
 from ..sketches import AmortisedSketch, PlanMemory, RowMemory, Sketch
 from .passes import asked, one_draw
 
@@ -25,7 +25,7 @@ def sketched_linear(
     u: Tensor | None = None,
     memory: PlanMemory | RowMemory | None = None,
     accumulate: bool = False,
-    layout: Layout | None = None,
+    layout: Samples | None = None,
 ) -> Tensor:
     """``F.linear(x, weight, bias)``, with dX and dW from a sketch of the output gradient.
 

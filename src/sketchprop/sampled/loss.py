@@ -66,7 +66,7 @@ def sampled_loss(
     roots = norms.amax(0) if weights == "uniform" else torch.linalg.vector_norm(norms, dim=0)
     p = water_fill(roots, r)
     if u is None:
-        u = draw_uniforms((), p.device)
+        u = draw_uniforms(p, ())
     kept = systematic(p, u, r)
     scale = p[kept].reciprocal()
 

@@ -101,5 +101,5 @@ class PlanMemory:
             self._plan, self._made_for, self._uses = sketch.plan(G, W), now, 0
         self._uses += 1
         if u is None:
-            u = draw_uniforms(sketch.uniform_shape(G, W), G.device)
+            u = draw_uniforms(G, sketch.uniform_shape(G, W))
         return sketch.follow(self._plan, G, u)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.checks import check_budget, check_sampling
 from ..core.compact import CompactGradient
-from ..core.samples import Layout
+from ..core.samples import Samples
 from ..core.sampling import draw_uniforms, sample_independent, systematic
 
 
@@ -61,9 +61,9 @@ class Sketch(ABC):
         """The share of X's rows that dW keeps in memory until backward."""
         return 1.0
 
-    def layout_of(self, dims: tuple[int, ...]) -> Layout:
+    def layout_of(self, dims: tuple[int, ...]) -> Samples:
         """Which rows belong to one sample, in a layer whose input is ``[*dims, d]``."""
-        return Layout.of(dims)
+        return Samples.of(dims)
 
     def __repr__(self) -> str:
         shown = [repr(self.budget)]
@@ -84,14 +84,14 @@ class Sketch(ABC):
         u: Tensor | None = None,
         *,
         X: Tensor | None = None,
-        layout: Layout | None = None,
+        layout: Samples | None = None,
     ) -> CompactGradient:
         """Draws Ĝ; ``u`` fixes the uniforms (``uniform_shape`` says which shape), for tests.
 
         ``X: [..., B, d]`` is for sketches with ``needs_input``, ``layout`` for those ``by_rows``.
         """
         if u is None:
-            u = draw_uniforms(self.uniform_shape(G, W), G.device)
+            u = draw_uniforms(G, self.uniform_shape(G, W))
         return self.compact(G, W, u)
 
     @abstractmethod

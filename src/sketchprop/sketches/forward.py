@@ -12,7 +12,7 @@ from ..core import importance
 from ..core.checks import solve_dtype
 from ..core.compact import CompactGradient, KeptRows, TwoSided, Whole, scaled, take_rows
 from ..core.probabilities import water_fill
-from ..core.samples import Layout
+from ..core.samples import Samples
 from ..core.sampling import draw_uniforms
 from .amortised import STALE_FLOOR
 from .base import AtomSketch, Plan
@@ -57,25 +57,25 @@ class ForwardRows(AtomSketch):
     def needs_input(self) -> bool:
         return self.weights != "uniform"
 
-    def layout_of(self, dims: tuple[int, ...]) -> Layout:
-        return Layout.of(dims, 0 if self.batch_first or len(dims) < 2 else 1)
+    def layout_of(self, dims: tuple[int, ...]) -> Samples:
+        return Samples.of(dims, 0 if self.batch_first or len(dims) < 2 else 1)
 
     def memory(self) -> RowMemory | None:
         return RowMemory() if self.weights == "running" else None
 
     def choose(
-        self, X: Tensor, layout: Layout, memory: object = None, u: Tensor | None = None
+        self, X: Tensor, layout: Samples, memory: object = None, u: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """In forward: the rows ``[..., r]`` to save, and the 1/p of each."""
         p = water_fill(self._roots(X, layout, memory), self.rank(X.shape[-2]))
         if u is None:
-            u = draw_uniforms(self._shape(X), X.device)
+            u = draw_uniforms(X, self._shape(X))
         index, scale = self.draw(p, u)
         return layout.row_of(index), scale
 
     def plan(self, G: Tensor, W: Tensor | None = None, *, X: Tensor | None = None) -> Plan:
         rows = check_input(X, self) if self.needs_input else G
-        roots = self._roots(rows, Layout(1, G.shape[-2], 1), None)
+        roots = self._roots(rows, Samples(1, G.shape[-2], 1), None)
         return Plan(water_fill(roots, self.rank(G.shape[-2])))
 
     def probabilities(
@@ -90,11 +90,11 @@ class ForwardRows(AtomSketch):
         u: Tensor | None = None,
         *,
         X: Tensor | None = None,
-        layout: Layout | None = None,
+        layout: Samples | None = None,
     ) -> CompactGradient:
         """The same estimate where X is still whole; ``sketched_linear`` draws in forward."""
         rows = check_input(X, self) if self.needs_input else G
-        index, scale = self.choose(rows, layout or Layout(1, G.shape[-2], 1), None, u)
+        index, scale = self.choose(rows, layout or Samples(1, G.shape[-2], 1), None, u)
         return self.keep(G, Plan(scale), index, scale)
 
     def compact(self, G: Tensor, W: Tensor | None, u: Tensor) -> CompactGradient:
@@ -106,7 +106,7 @@ class ForwardRows(AtomSketch):
         values = values + 0 * G.sum((-2, -1), keepdim=True)
         return TwoSided(Whole(G), KeptRows(index, values, G.shape[-2]), Whole(G))
 
-    def _roots(self, X: Tensor, layout: Layout, memory: object) -> Tensor:
+    def _roots(self, X: Tensor, layout: Samples, memory: object) -> Tensor:
         if self.weights == "uniform":
             return torch.ones(X.shape[:-1], dtype=solve_dtype(X), device=X.device)
         roots = layout.sample_major(importance.row_energies(X).sqrt())
@@ -143,7 +143,7 @@ class RowMemory:
     def __init__(self) -> None:
         self._norms: Tensor | None = None
 
-    def levels(self, roots: Tensor, layout: Layout) -> Tensor:
+    def levels(self, roots: Tensor, layout: Samples) -> Tensor:
         """What each row's ‖g‖ is expected to be, up to a factor; ones at first."""
         norms = self._norms
         if norms is None or norms.shape[-1] != layout.tokens or norms.device != roots.device:
@@ -156,7 +156,7 @@ class RowMemory:
         """Starts anew, as after ``sketch_``."""
         self._norms = None
 
-    def update(self, G: Tensor, layout: Layout) -> None:
+    def update(self, G: Tensor, layout: Samples) -> None:
         """After a backward pass; a gradient that is not finite is not remembered."""
         rows: Any = torch.linalg.vector_norm(G, dim=-1, dtype=solve_dtype(G))
         norms = layout.sample_major(rows).reshape(-1, layout.tokens).mean(0)

@@ -16,7 +16,7 @@ from ..core import importance
 from ..core.checks import solve_dtype, wide_dtype
 from ..core.compact import CompactGradient, KeptRows, OfRows, TwoSided, Whole, scaled, take_rows
 from ..core.probabilities import water_fill
-from ..core.samples import Layout
+from ..core.samples import Samples
 from ..core.sampling import draw_uniforms
 from .base import AtomSketch, Plan, Sketch, part_of
 
@@ -82,8 +82,8 @@ class Rows(AtomSketch):
     def needs_input(self) -> bool:
         return self.weights == "gradient_input" or (self.then is not None and self.then.needs_input)
 
-    def layout_of(self, dims: tuple[int, ...]) -> Layout:
-        return Layout.of(dims, 0 if self.batch_first or len(dims) < 2 else 1)
+    def layout_of(self, dims: tuple[int, ...]) -> Samples:
+        return Samples.of(dims, 0 if self.batch_first or len(dims) < 2 else 1)
 
     def whole_samples(self, pixels: bool) -> bool:
         """Whether a unit is a sample, in a layer whose rows are pixels or are not."""
@@ -96,13 +96,13 @@ class Rows(AtomSketch):
         u: Tensor | None = None,
         *,
         X: Tensor | None = None,
-        layout: Layout | None = None,
+        layout: Samples | None = None,
     ) -> CompactGradient:
         stack = G.dim() - 2
         plan = self.plan(G, W, X=X, layout=layout)
         shape = self._own_shape(G, plan.probabilities.shape[-1])
         if u is None:
-            own = draw_uniforms(shape, G.device)
+            own = draw_uniforms(G, shape)
         else:
             own = u if self.then is None else part_of(u, stack, 0, shape)
         kept = self.keep(G, plan, *self.draw(plan.probabilities, own))
@@ -124,9 +124,9 @@ class Rows(AtomSketch):
         W: Tensor | None = None,
         *,
         X: Tensor | None = None,
-        layout: Layout | None = None,
+        layout: Samples | None = None,
     ) -> Plan:
-        layout = layout or Layout(1, G.shape[-2], 1)
+        layout = layout or Samples(1, G.shape[-2], 1)
         roots = layout.sample_major(self._roots(G, X))
         if self.whole_samples(layout.pixels) and layout.tokens > 1:
             roots = roots.reshape(*roots.shape[:-1], layout.samples, layout.tokens)
@@ -142,12 +142,12 @@ class Rows(AtomSketch):
         W: Tensor | None = None,
         *,
         X: Tensor | None = None,
-        layout: Layout | None = None,
+        layout: Samples | None = None,
     ) -> Tensor:
         return self.plan(G, W, X=X, layout=layout).probabilities
 
     def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> KeptRows:
-        layout: Layout = plan.basis
+        layout: Samples = plan.basis
         if self.whole_samples(layout.pixels) and layout.tokens > 1:
             index = layout.rows_of_samples(index)
             scale = scale.repeat_interleave(layout.tokens, -1)
@@ -247,7 +247,7 @@ class VCAS(_ForWeightsOnly):
         u: Tensor | None = None,
         *,
         X: Tensor | None = None,
-        layout: Layout | None = None,
+        layout: Samples | None = None,
     ) -> CompactGradient:
         X = check_input(X, self)
         by_sample = Rows(self.samples, unit="sample", sampling=self.sampling)
@@ -256,7 +256,7 @@ class VCAS(_ForWeightsOnly):
         parts: list[Tensor | None] = [None, None]
         if u is not None:
             half = u.shape[-1] // 2
-            shapes = [by_sample._own_shape(G, (layout or Layout(1, half, 1)).samples)]
+            shapes = [by_sample._own_shape(G, (layout or Samples(1, half, 1)).samples)]
             parts[0] = part_of(u, stack, 0, shapes[0])
         first = by_sample(G, W, parts[0], X=X, layout=layout)
         assert isinstance(first, KeptRows)
@@ -317,10 +317,10 @@ class WTACRS(_ForWeightsOnly):
         u: Tensor | None = None,
         *,
         X: Tensor | None = None,
-        layout: Layout | None = None,
+        layout: Samples | None = None,
     ) -> CompactGradient:
         if u is None:
-            u = draw_uniforms(self.uniform_shape(G, W), G.device)
+            u = draw_uniforms(G, self.uniform_shape(G, W))
         index, scale = self.choose(G, check_input(X, self), u)
         values = scaled(take_rows(G, index), scale.unsqueeze(-1))
         return TwoSided(Whole(G), KeptRows(index, values, G.shape[-2]), Whole(G))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.compact import CompactGradient, TwoSided, Whole
-from ..core.samples import Layout
+from ..core.samples import Samples
 from .base import Sketch, part_of
 
 
@@ -82,9 +82,9 @@ class Split(Sketch):
 
         return replace(self, input=changed(self.input), weight=changed(self.weight))
 
-    def layout_of(self, dims: tuple[int, ...]) -> Layout:
+    def layout_of(self, dims: tuple[int, ...]) -> Samples:
         by_rows = [side for side in self._sides() if side.by_rows]
-        return by_rows[-1].layout_of(dims) if by_rows else Layout.of(dims)
+        return by_rows[-1].layout_of(dims) if by_rows else Samples.of(dims)
 
     def __call__(
         self,
@@ -93,7 +93,7 @@ class Split(Sketch):
         u: Tensor | None = None,
         *,
         X: Tensor | None = None,
-        layout: Layout | None = None,
+        layout: Samples | None = None,
     ) -> CompactGradient:
         drawn: list[CompactGradient] = []
         start, stack = 0, G.dim() - 2
