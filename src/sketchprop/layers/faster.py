@@ -10,7 +10,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..core.cache import cache_folder
 from ..core.stopwatch import cpu_name, in_turns, seconds_of
-from ..sketches import AmortisedSketch, PlanMemory, Sketch
-from . import SketchedModule
+from ..sketches import Every, Sketch, Split
+from .sketched import SketchedModule
 
 MARGIN = 0.97
 """A layer is sketched where that takes less than this share of the exact time."""
@@ -60,7 +60,7 @@ class Judge:
         self.decisions: dict[tuple[Any, ...], Decision] = {}
         self.latest = False
         """The last decision: what a graph that is being compiled takes for good."""
-        self._sketch: Sketch | None = None
+        self._sketch: Sketch | Split | None = None
         self._timer = timer
 
     def __call__(self, layer: SketchedModule, inputs: Sequence[Any]) -> bool:
@@ -110,16 +110,18 @@ def time_layer(layer: nn.Module, inputs: Sequence[Any]) -> Decision:
     leaves += [p for p in layer.parameters() if p.requires_grad]
     if not leaves:
         return Decision(1.0, 0.0, 0.0)
-    before = (layer.exact, layer.judge, layer.memory)
+    state = layer.sketching
+    planner = None if state.planner is None else state.planner.anew()
+    trial = replace(state, judge=None, planner=planner, parts={}, accumulate=False)
 
     def run(exact: bool) -> None:
-        layer.exact = exact
+        trial.exact = exact
         out = layer.forward(*copies)
         out = out[0] if isinstance(out, tuple) else out
         torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
 
     try:
-        layer.judge, layer.memory = None, PlanMemory()
+        layer.__dict__["sketching"] = trial
         with torch.random.fork_rng(devices), torch.enable_grad():
             actions = [lambda: run(True), lambda: run(False)]
             warm = max(seconds_of(actions[0], device), seconds_of(actions[1], device), 1e-6)
@@ -128,7 +130,7 @@ def time_layer(layer: nn.Module, inputs: Sequence[Any]) -> Decision:
             exact, sketched = in_turns(actions, rounds, device)
             extra = _planning_seconds(layer, actions[1], median(sketched), device)
     finally:
-        layer.exact, layer.judge, layer.memory = before
+        layer.__dict__["sketching"] = state
     ratio = median(s / max(e, 1e-9) for e, s in zip(exact, sketched, strict=True))
     ratio += extra / max(median(exact), 1e-9)
     return Decision(ratio, 1e3 * median(exact), 1e3 * (median(sketched) + extra))
@@ -138,11 +140,11 @@ def _planning_seconds(
     layer: SketchedModule, action: Callable[[], None], usual: float, device: torch.device
 ) -> float:
     """What a new plan costs, spread over the steps that it serves."""
-    sketch = layer.sketch
-    if not isinstance(sketch, AmortisedSketch) or sketch.refresh_every == 1:
+    state = layer.sketching
+    if not isinstance(state.planner, Every):
         return 0.0
-    layer.memory = PlanMemory()
-    return max(0.0, seconds_of(action, device) - usual) / sketch.refresh_every
+    state.planner = state.planner.anew()
+    return max(0.0, seconds_of(action, device) - usual) / state.planner.steps
 
 
 def _like(x: Any) -> Any:

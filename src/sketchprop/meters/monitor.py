@@ -93,8 +93,8 @@ class Monitor:
                 del exact
                 added += squared_distance(gradients.sketched(second, 1), other) / 2
             full = sum(use.exact_flops for use in uses)
-            sketches = {name: m.sketch for m, name in layers.items()}
-            kept = sum(use.sketched_flops(sketches[use.name]) for use in uses)
+            states = {name: m.sketching for m, name in layers.items()}
+            kept = sum(use.sketched_flops(states[use.name]) for use in uses)
         for name, value in (("sigma2", sigma2), ("added", added)):
             self._sums[name] = self.decay * self._sums[name] + (1 - self.decay) * value
         self._weight = self.decay * self._weight + (1 - self.decay)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..core.stopwatch import in_turns
 from ..core.table import Cells, table
+from ..layers import Sketching
 from ..layers.select import sketchable_layers
 from ..layers.transform import exact, refusal, sketch_
 from ..sketches import L1, Sketch
@@ -183,6 +184,7 @@ def _line(
     times, break_even = timed(uses[0], sketched=not reason)
     largest = max(uses[0].products, key=lambda product: product.n * product.d)
     exact_flops = sum(use.exact_flops for use in uses)
+    sketched_flops = sum(use.sketched_flops(Sketching(sketch)) for use in uses)
     seconds = times.exact * len(uses)
     keeps_all = all(sketch.keeps_all(p.B, p.n, p.d) for p in uses[0].products)
     taken = not reason and not keeps_all
@@ -200,7 +202,7 @@ def _line(
         time_share=seconds / backward,
         flops_share=exact_flops / sum(use.exact_flops for use in everything),
         ratio=times.ratio if taken else None,
-        flops_ratio=sum(u.sketched_flops(sketch) for u in uses) / exact_flops if taken else None,
+        flops_ratio=sketched_flops / exact_flops if taken else None,
         break_even=break_even if taken else None,
         worth=worth,
         note=note,
@@ -227,10 +229,10 @@ class _LayerTimer:
         if not sketched:
             (alone,) = in_turns(actions, self.rounds, device)
             return compare(alone, alone), None
-        atoms = [self.sketch.atom_count(p.B, p.n, p.d) for p in use.products]
-        kept = sum(self.sketch.rank(a) for a in atoms) / sum(atoms)
+        shares = [self.sketch.kept(*p[:3]) for p in use.products]
+        kept = sum(shares) / len(shares)
         budget = 0.5 if kept < 0.4 else 0.1
-        for s in (self.sketch, replace(self.sketch, budget=budget)):
+        for s in (self.sketch, self.sketch.with_budget(budget)):
             actions.append(_backward(use, s, device))
         seconds = in_turns(actions, self.rounds, device)
         times, second = (compare(seconds[0], other) for other in seconds[1:])
@@ -260,7 +262,7 @@ def _backward(use: Use, sketch: Sketch | None, device: torch.device) -> Callable
     with restored(layer):
         if sketch is not None:
             sketch_(layer, sketch, lambda module, name: module is layer)
-            layer.exact = False  # type: ignore[assignment]
+            layer.sketching.exact = False  # type: ignore[union-attr]
         output = layer(*args, **kwargs)
     outputs = [x for x in torch.utils._pytree.tree_leaves(output) if _differentiable(x)]
     given = torch.utils._pytree.tree_leaves((args, kwargs))

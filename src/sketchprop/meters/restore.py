@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..layers.transform import sketch_
 from ..sketches import Sketch
 
-_SKETCH_STATE = ("sketch", "exact")
+_SKETCH_STATE = ("sketching",)
 
 
 class Buffers:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..core.enumeration import expectation
+from ..core.sampling import Uniforms
 from ..core.table import table
+from ..core.vjp import Vjp
 from ..layers import SketchedModule
 from ..layers.transform import exact
-from ..sketches import Sketch
+from ..sketches import Planner, Sketch, Split
 
 TOLERANCE = 1e-10
 """Largest relative error of an exact mean in float64."""
@@ -133,33 +135,28 @@ def cases(dtype: torch.dtype = torch.float64) -> tuple[Case, ...]:
     )
 
 
-def expected_gradients(sketch: Sketch, G: Tensor, W: Tensor, X: Tensor) -> tuple[Tensor, ...]:
+def expected_gradients(
+    sketch: Sketch | Split, G: Tensor, W: Tensor, X: Tensor, planner: Planner | None = None
+) -> tuple[Tensor, ...]:
     """E[dX], E[dW], E[db] over the draw of ``sketch``, as a finite sum: exact to rounding.
 
-    The kept set only changes where a uniform crosses a breakpoint: a fractional part of the
-    cumulative sum of p for exact sampling, p itself for independent sampling. Between two of
-    them the estimate is constant. Where a sketch takes several uniforms the estimate is a sum of
-    terms that each depend on one, so they may all be moved together.
+    Over every draw and every draw that depends on another; see ``core.enumeration``.
     """
-    seen: dict[str, Any] = {"X": X} if sketch.needs_input else {}
-    p = sketch.probabilities(G, W, **seen).detach().to(torch.float64).flatten()
-    if p.isnan().any() and G.isfinite().all():
-        raise ValueError(
-            f"{sketch!r} has NaN probabilities for a finite gradient; its weights must not be "
-            "negative or NaN"
-        )
-    sums = p.cumsum(0)
-    ends = p.new_tensor([0.0, 1.0])
-    points = torch.cat([ends, sums - sums.floor(), p.clamp(0, 1)]).sort().values
-    shape = sketch.uniform_shape(G, W)
-    totals = [torch.zeros_like(X), torch.zeros_like(W), G.new_zeros(G.shape[-1])]
-    for low, high in pairwise(points):
-        if high > low:
-            compact = sketch(G, W, ((low + high) / 2).expand(shape), **seen)
-            parts = (compact.input_grad(W), compact.weight_grad(X), compact.bias_grad())
-            for total, part in zip(totals, parts, strict=True):
-                total.add_((high - low) * part)
-    return tuple(totals)
+    vjp = Vjp(G, W, X)
+
+    def gradients(uniforms: Uniforms) -> tuple[Tensor, ...]:
+        if planner is None or isinstance(sketch, Split):
+            compact = sketch(vjp, uniforms)
+        else:
+            compact = planner.atoms(sketch, vjp).draw(vjp, uniforms)
+        return compact.input_grad(W), compact.weight_grad(X), compact.bias_grad()
+
+    return expectation(gradients)
+
+
+def draws_in_forward(sketch: Sketch | Split) -> bool:
+    """Whether rows of X are drawn in the forward pass."""
+    return "G" not in sketch.sees or (isinstance(sketch, Split) and sketch.forward is not None)
 
 
 def check_unbiased(
@@ -173,7 +170,7 @@ def check_unbiased(
 
     **A sketch**, built-in or your own: tried on a table of layers with hard shapes and contents.
     The mean is exact (a finite sum over the breakpoints of the uniforms), unless ``draws`` asks
-    for Monte Carlo. Any callable ``(G, W) -> CompactGradient`` works too, by Monte Carlo.
+    for Monte Carlo. Any callable ``Vjp -> CompactGradient`` works too, by Monte Carlo.
 
     **A sketched model** with ``loss``, a function without arguments that runs the model and
     returns a scalar: by Monte Carlo, for every parameter. Parameters, ``.grad``, buffers and the
@@ -198,18 +195,18 @@ def check_unbiased(
         raise TypeError(
             "loss goes with a model: check_unbiased(model, loss) or check_unbiased(sketch)"
         )
-    if isinstance(subject, Sketch) and draws is None:
+    if isinstance(subject, Sketch | Split) and draws is None:
         entries = tuple(e for c in cases() for e in _exact_entries(subject, c))
         return UnbiasedReport(repr(subject), "exact mean over the draw", TOLERANCE, entries)
     if not callable(subject):
         raise TypeError(
             f"{subject!r} is neither a sketch nor a model; give for example L1(0.1), a callable "
-            "(G, W) -> CompactGradient, or a sketched model and its loss"
+            "Vjp -> CompactGradient, or a sketched model and its loss"
         )
     return _check_callable(subject, draws or 2000, seed)
 
 
-def _exact_entries(sketch: Sketch, case: Case) -> Iterator[MeanError]:
+def _exact_entries(sketch: Sketch | Split, case: Case) -> Iterator[MeanError]:
     means = expected_gradients(sketch, case.G, case.W, case.X)
     truth = (case.G @ case.W, case.G.mT @ case.X, case.G.sum(0))
     for name, mean, true in zip(("dX", "dW", "db"), means, truth, strict=True):
@@ -229,7 +226,7 @@ def _check_callable(subject: Callable[..., Any], draws: int, seed: int) -> Unbia
                 for name, t in zip(("dX", "dW", "db"), truth, strict=True)
             ]
             for _ in range(draws):
-                compact = subject(G, W)
+                compact = subject(Vjp(G, W, X))
                 parts = (compact.input_grad(W), compact.weight_grad(X), compact.bias_grad())
                 for (_, _, tally), part in zip(batch, parts, strict=True):
                     tally.add(part)
@@ -251,7 +248,7 @@ def _check_model(
     )
 
     sketched = [m for m in model.modules() if isinstance(m, SketchedModule)]
-    in_forward = any(m.sketch.draws_forward for m in sketched)
+    in_forward = any(draws_in_forward(m.sketch) for m in sketched)
 
     def gradients(draw: int) -> list[Tensor]:
         # Forward: the same dropout masks each time, unless the sketches themselves draw there.

@@ -71,18 +71,18 @@ def measure_flops(model: nn.Module, loss_fn: Loss, batch: Any) -> FlopsReport:
             kept: list[Tensor] = []
             forward = _count(lambda: kept.append(scalar_loss(loss_fn, model, batch)))
             exact_backward = backward(kept.pop())
-        active = {m: name for m, name in layers.items() if m.training and not m.exact}
+        active = {m: name for m, name in layers.items() if m.training and not m.sketching.exact}
         with recorded_uses(active) as uses:  # type: ignore[arg-type]
             value = scalar_loss(loss_fn, model, batch)
             # Recomputation in backward is no further use.
             calls = list(uses)
             products = backward(value)
-    sketches = {name: m.sketch for m, name in active.items()}
-    overhead = sum(p.overhead_flops(sketches[u.name]) for u in calls for p in u.products)
+    states = {name: m.sketching for m, name in active.items()}
+    overhead = sum(states[u.name].cost(p).overhead for u in calls for p in u.products)
     totals: dict[str, tuple[float, float]] = {}
     for use in calls:
         before = totals.get(use.name, (0.0, 0.0))
-        after = use.sketched_flops(sketches[use.name])
+        after = use.sketched_flops(states[use.name])
         totals[use.name] = (before[0] + use.exact_flops, before[1] + after)
     lines = tuple(LayerFlops(name, *pair) for name, pair in totals.items())
     return FlopsReport(forward, exact_backward, products + overhead, overhead, lines)

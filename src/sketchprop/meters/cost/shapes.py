@@ -10,37 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers import sketched_class
-from ...sketches import Sketch
-
-
-@dataclass(frozen=True)
-class Product:
-    """A weight matrix in backward: ``B`` rows, ``n`` outputs, ``d`` inputs, and what it owes."""
-
-    B: int
-    n: int
-    d: int
-    input_grad: bool
-    weight_grad: bool
-
-    @property
-    def exact_flops(self) -> float:
-        return 2 * self.B * self.n * self.d * (self.input_grad + self.weight_grad)
-
-    def sketched_flops(self, sketch: Sketch) -> float:
-        if sketch.keeps_all(self.B, self.n, self.d):
-            return self.exact_flops
-        return sketch.flops(
-            self.B, self.n, self.d, input_grad=self.input_grad, weight_grad=self.weight_grad
-        )
-
-    def overhead_flops(self, sketch: Sketch) -> float:
-        """What a sketch does beside matrix products: invisible to torch's flop counter."""
-        sizes = self.B, self.n, self.d
-        if sketch.keeps_all(*sizes) or not (self.input_grad or self.weight_grad):
-            return 0
-        return sketch.planning_flops(*sizes) - sketch.planning_product_flops(*sizes)
+from ...core.cost import Size
+from ...layers import Sketching, sketched_class
 
 
 @dataclass(frozen=True)
@@ -51,14 +22,14 @@ class Use:
     layer: nn.Module
     args: Any
     kwargs: Any
-    products: tuple[Product, ...]
+    products: tuple[Size, ...]
 
     @property
     def exact_flops(self) -> float:
         return sum(product.exact_flops for product in self.products)
 
-    def sketched_flops(self, sketch: Sketch) -> float:
-        return sum(product.sketched_flops(sketch) for product in self.products)
+    def sketched_flops(self, state: Sketching) -> float:
+        return sum(state.cost(size).total for size in self.products)
 
 
 @contextmanager
@@ -83,7 +54,7 @@ def recorded_uses(layers: Mapping[nn.Module, str]) -> Iterator[list[Use]]:
             handle.remove()
 
 
-def _products(layer: nn.Module, inputs: Any, output: Any) -> tuple[Product, ...]:
+def _products(layer: nn.Module, inputs: Any, output: Any) -> tuple[Size, ...]:
     kind = sketched_class(type(layer))
     if kind is None:
         return ()
@@ -97,7 +68,7 @@ def _products(layer: nn.Module, inputs: Any, output: Any) -> tuple[Product, ...]
     last = len(matrices) - 1
     return tuple(
         # The last of several reads what the others made of trainable weights.
-        Product(rows, n, d, from_below or (0 < i == last and trains), trains)
+        Size(rows, n, d, from_below or (0 < i == last and trains), trains)
         for i, (n, d) in enumerate(matrices)
     )
 

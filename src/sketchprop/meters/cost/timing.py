@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.cost import Size
 from ...core.stopwatch import in_turns
 from ...core.table import Cells, table
+from ...layers import Sketching
 from ...layers.transform import exact
 from ...ops import sketched_linear
 from ...sketches import Sketch
@@ -124,8 +126,8 @@ def bench(
     for B, d, n in shapes:
         for sketch in sketches:
             seconds = in_turns(_backwards(B, d, n, sketch, device), rounds, device)
-            flops = sketch.flops(B, n, d) / (4 * B * n * d)
-            shown = 1.0 if sketch.keeps_all(B, n, d) else flops
+            size = Size(B, n, d)
+            shown = Sketching(sketch).cost(size).total / size.exact_flops
             lines.append(BenchLine((B, d, n), repr(sketch), compare(*seconds), shown))
     return BenchReport(tuple(lines))
 
