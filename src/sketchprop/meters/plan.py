@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.stopwatch import in_turns
-from ..core.table import Cells, table
+from ..core.table import LAYER, Column, Table, as_text, words
+from ..layers.isolation import twin
 from ..layers.select import sketchable_layers
 from ..layers.transform import exact, refusal, sketch_
 from ..sketches import L1, Sketch
@@ -83,31 +84,7 @@ class PlanReport:
             ],
         }
 
-    def cells(self) -> Cells:
-        """A line for each layer: header and cells."""
-        header = (
-            *("layer", "kind", "rows", "n × d", "ms", "of backward", "FLOPs"),
-            *(f"{self.sketch!r}", "saves ms", "break-even", "sketch it?"),
-        )
-        rows = [
-            (
-                line.layer or "(model)",
-                line.kind + (f" ×{line.uses}" if line.uses > 1 else ""),
-                str(line.rows),
-                " × ".join(map(str, line.shape)),
-                f"{1e3 * line.seconds:.3f}",
-                f"{line.time_share:.1%}",
-                f"{line.flops_share:.1%}",
-                "-" if line.ratio is None else f"{line.ratio:.2f} ×",
-                f"{1e3 * line.saved_seconds:.3f}",
-                "-" if line.break_even is None else f"{line.break_even:.2f}",
-                ("yes" if line.worth else "no") + (f": {line.note}" if line.note else ""),
-            )
-            for line in self.layers
-        ]
-        return header, rows
-
-    def conclusion(self) -> str:
+    def headline(self) -> str:
         """How many layers, and what the backward pass would take."""
         return (
             f"{len(self.worthwhile)} of {len(self.layers)} layers are worth {self.sketch!r}: the "
@@ -116,29 +93,48 @@ class PlanReport:
             "Faster is not yet better: measure() says whether the added variance is worth it."
         )
 
+    def tables(self) -> list[Table]:
+        """A row for each layer."""
+        columns = (
+            *(LAYER, words("kind"), Column("rows"), words("n × d"), Column("ms", ".3f", scale=1e3)),
+            *(Column("of backward", ".1%"), Column("FLOPs", ".1%"), Column("ratio", ".2f")),
+            *(Column("saves ms", ".3f", scale=1e3), Column("break-even", ".2f")),
+            words("sketch it?"),
+        )
+        rows = [
+            (
+                *(line.layer, line.kind + (f" ×{line.uses}" if line.uses > 1 else "")),
+                *(line.rows, line.shape, line.seconds, line.time_share, line.flops_share),
+                *(line.ratio, line.saved_seconds, line.break_even),
+                ("yes" if line.worth else "no") + (f": {line.note}" if line.note else ""),
+            )
+            for line in self.layers
+        ]
+        return [Table(f"The plan for {self.sketch!r}, layer by layer", columns, rows)]
+
     def __str__(self) -> str:
-        return f"{table(*self.cells(), '<<><>>>>>><')}\n{self.conclusion()}"
+        return as_text(self)
 
 
 def plan(
     model: nn.Module,
+    loss_fn: Loss | None,
     batch: Any,
-    loss_fn: Loss | None = None,
     *,
     sketch: Sketch | None = None,
     rounds: int = 7,
 ) -> PlanReport:
     """A line for each layer that can be sketched: its share of backward, what a sketch saves.
 
-    ``loss_fn(model, batch)`` as in ``measure``; without it the model is called with ``batch`` (a
-    tuple as arguments, a dict as keywords) and the mean square of its output is taken: times
+    ``loss_fn(model, batch)`` as in ``measure``; for ``None`` the model is called with ``batch``
+    (a tuple as arguments, a dict as keywords) and the mean square of its output is taken: times
     depend on shapes alone. ``sketch`` is the one to try, L1(0.1) unless given.
 
     Each layer's backward is timed on this machine, alone, at the shapes it has in the model,
     exact and sketched in turns; a second budget gives the break-even by a straight line.
     Layers of equal shapes are timed once. The model is left as it was.
 
-        report = plan(model, x)
+        report = plan(model, None, x)
         sketch_(model, report.worthwhile)
     """
     sketch = sketch or L1(0.1)
@@ -251,17 +247,16 @@ def _backward(use: Use, sketch: Sketch | None, device: torch.device) -> Callable
     def real(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-        filled = twin.normal_() if x.is_floating_point() else twin.zero_()
+        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        filled = empty.normal_() if x.is_floating_point() else empty.zero_()
         return filled.requires_grad_(x.requires_grad)
 
     args, kwargs = torch.utils._pytree.tree_map(real, (use.args, use.kwargs))
-    layer = use.layer
-    with restored(layer):
-        if sketch is not None:
-            sketch_(layer, sketch, lambda module, name: module is layer)
-            layer.exact = False  # type: ignore[assignment]
-        output = layer(*args, **kwargs)
+    layer = twin(use.layer)  # without the user's hooks, and with leaves of its own
+    if sketch is not None:
+        sketch_(layer, sketch, lambda module, name: module is layer)
+        layer.exact = False
+    output = layer.forward(*args, **kwargs)
     outputs = [x for x in torch.utils._pytree.tree_leaves(output) if _differentiable(x)]
     given = torch.utils._pytree.tree_leaves((args, kwargs))
     leaves = [x for x in [*given, *layer.parameters()] if _differentiable(x)]
@@ -297,6 +292,7 @@ def _mean_square(model: nn.Module, batch: Any) -> Tensor:
     found = [x for x in torch.utils._pytree.tree_leaves(output) if _differentiable(x)]
     if not found:
         raise ValueError(
-            "the model's output has no tensor to start backward from; give loss_fn(model, batch)"
+            "the model's output has no tensor to start backward from; give a loss: "
+            "plan(model, loss_fn, batch) with loss_fn(model, batch)"
         )
     return torch.stack([x.float().square().mean() for x in found]).sum()

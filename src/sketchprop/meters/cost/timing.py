@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.stopwatch import in_turns
-from ...core.table import Cells, table
+from ...core.table import Column, Table, as_text, words
 from ...layers.transform import exact
 from ...ops import sketched_linear
 from ...sketches import Sketch
@@ -58,6 +58,18 @@ def compare(exact_seconds: Sequence[float], sketched_seconds: Sequence[float]) -
 
 def step_times(model: nn.Module, loss_fn: Loss, batch: Any, rounds: int = 7) -> Times:
     """Forward and backward over ``batch``, exact and sketched in turns; no optimizer step."""
+    with restored(model):
+        return times_of(model, loss_fn, batch, rounds)
+
+
+def times_of(
+    model: nn.Module,
+    loss_fn: Loss,
+    batch: Any,
+    rounds: int | tuple[int, int],
+    seconds: float = 0.0,
+) -> Times:
+    """``step_times`` inside ``restored``."""
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> None:
@@ -68,9 +80,7 @@ def step_times(model: nn.Module, loss_fn: Loss, batch: Any, rounds: int = 7) -> 
         with exact(model):
             step()
 
-    with restored(model):
-        seconds = in_turns([exact_step, step], rounds, parameters[0].device)
-    return compare(*seconds)
+    return compare(*in_turns([exact_step, step], rounds, parameters[0].device, seconds))
 
 
 @dataclass(frozen=True)
@@ -93,23 +103,28 @@ class BenchReport:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def cells(self) -> Cells:
-        """A line for each shape and sketch: header and cells."""
+    def headline(self) -> str:
+        faster = sum(line.times.ratio < 1 for line in self.lines)
+        return f"{faster} of {len(self.lines)} are faster than exact."
+
+    def tables(self) -> list[Table]:
+        """A row for each shape and sketch."""
+        columns = (
+            *(words("B × d × n"), words("sketch")),
+            *(Column(title, ".3f", scale=1e3) for title in ("exact ms", "sketched ms")),
+            *(Column(title, ".3f") for title in ("ratio", "±", "FLOPs")),
+        )
         rows = [
             (
-                " × ".join(map(str, line.shape)),
-                line.sketch,
-                f"{1e3 * line.times.exact:.3f}",
-                f"{1e3 * line.times.sketched:.3f}",
-                f"{line.times.ratio:.3f} ± {line.times.ratio_error:.3f}",
-                f"{line.flops:.3f}",
+                *(line.shape, line.sketch, line.times.exact, line.times.sketched),
+                *(line.times.ratio, line.times.ratio_error, line.flops),
             )
             for line in self.lines
         ]
-        return ("B × d × n", "sketch", "exact ms", "sketched ms", "ratio", "FLOPs"), rows
+        return [Table("Backward of a linear layer", columns, rows)]
 
     def __str__(self) -> str:
-        return table(*self.cells(), "<<>>>>")
+        return as_text(self)
 
 
 def bench(
