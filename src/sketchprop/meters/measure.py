@@ -79,9 +79,8 @@ class MeasureReport:
         return 1 / (1 + self.relative.value)
 
     def as_dict(self) -> dict[str, Any]:
-        plain: dict[str, Any] = plain_data(self)
         return {
-            **plain,
+            **{field.name: plain_data(getattr(self, field.name)) for field in fields(self)},
             "pays": self.pays,
             "reliable": self.variance.reliable,
             "equivalent_batch": self.equivalent_batch,
@@ -92,7 +91,7 @@ class MeasureReport:
         return as_text(self)
 
     def answer(self) -> tuple[str, str]:
-        """"yes", "no" or "open", and the same in a few words."""
+        """ "yes", "no" or "open", and the same in a few words."""
         verdict = self.verdict
         if not self.variance.reliable:
             if verdict.pays:
@@ -355,7 +354,7 @@ def measure(
 
 def plain_data(value: Any) -> Any:
     """Reports as dicts, lists and numbers that JSON knows; what is not finite becomes None."""
-    if hasattr(value, "as_dict") and not isinstance(value, MeasureReport):
+    if hasattr(value, "as_dict"):
         return plain_data(value.as_dict())
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain_data(getattr(value, field.name)) for field in fields(value)}

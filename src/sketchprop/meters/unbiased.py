@@ -259,9 +259,7 @@ def _check_model(
         gradients = Gradients(model, loss_fn, buffers, seed)
         with gradients.switch.installed():
             exact = gradients.exact(batch)
-            tallies = [
-                ("model", n, _Tally(g)) for n, g in zip(gradients.names, exact, strict=True)
-            ]
+            tallies = [("model", n, _Tally(g)) for n, g in zip(gradients.names, exact, strict=True)]
             for draw in range(draws):
                 for (_, _, tally), grad in zip(
                     tallies, gradients.sketched(batch, draw), strict=True
