@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -65,6 +65,19 @@ def alone() -> Iterator[None]:
             shadow = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x)
             stack.enter_context(shadow)
         yield
+
+
+@contextmanager
+def no_gradient_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """The user's hooks on these gradients do not run: a timing is no step of training."""
+    held = [(p, p._backward_hooks) for p in parameters]
+    try:
+        for p, _ in held:
+            p._backward_hooks = None
+        yield
+    finally:
+        for p, hooks in held:
+            p._backward_hooks = hooks
 
 
 def twin(layer: nn.Module) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.stopwatch import in_turns
 from ..core.table import LAYER, Column, Table, as_text, words
-from ..layers.isolation import twin
+from ..layers.isolation import no_gradient_hooks, twin
 from ..layers.select import sketchable_layers
 from ..layers.transform import exact, refusal, sketch_
 from ..sketches import L1, Sketch
@@ -167,7 +167,8 @@ def _backward_seconds(model: nn.Module, value: Tensor, rounds: int) -> float:
     def backward() -> Any:
         return torch.autograd.grad(value, parameters, allow_unused=True, retain_graph=True)
 
-    (seconds,) = in_turns([backward], rounds, value.device)
+    with no_gradient_hooks(parameters):
+        (seconds,) = in_turns([backward], rounds, value.device)
     return compare(seconds, seconds).exact
 
 

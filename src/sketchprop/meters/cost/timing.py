@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...core.stopwatch import in_turns
 from ...core.table import Column, Table, as_text, words
+from ...layers.isolation import no_gradient_hooks
 from ...layers.transform import exact
 from ...ops import sketched_linear
 from ...sketches import Sketch
@@ -80,7 +81,8 @@ def times_of(
         with exact(model):
             step()
 
-    return compare(*in_turns([exact_step, step], rounds, parameters[0].device, seconds))
+    with no_gradient_hooks(parameters):
+        return compare(*in_turns([exact_step, step], rounds, parameters[0].device, seconds))
 
 
 @dataclass(frozen=True)
