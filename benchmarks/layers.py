@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sketchprop as sp
+from sketchprop.core.stopwatch import Prepared, Work
 from sketchprop.ops import sketched_conv
 from sketchprop.sketches import AmortisedSketch, PlanMemory
 
 from .results import Line
-from .timing import Prepared, Ratio, Work, interleave
+from .timing import Ratio, interleave
 
 Shape = tuple[int, int, int]
 LINEAR: dict[Shape, float | None] = {

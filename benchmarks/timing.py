@@ -5,17 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import platform
-import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 
-from sketchprop.core.stopwatch import cpu_name
+from sketchprop.core.stopwatch import Work, cpu_name, in_turns
 
 PINNED = {
     "MALLOC_MMAP_MAX_": "0",
@@ -38,16 +35,6 @@ class Ratio:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-class Prepared(NamedTuple):
-    """Work whose first part is not timed, a forward pass for example."""
-
-    prepare: Callable[[], Any]
-    run: Callable[[Any], object]
-
-
-Work = Callable[[], object] | Prepared
-
-
 def interleave(
     work: Mapping[str, Work],
     *,
@@ -58,49 +45,15 @@ def interleave(
 
     The first entry is the baseline. Medians of the ratios, with their quartiles.
     """
-    for entry in work.values():
-        _seconds(entry, _prepare(entry))
-        _seconds(entry, _prepare(entry))
-    times: dict[str, list[float]] = {name: [] for name in work}
-    names = list(work)
-    order = random.Random(0)
     gc.collect()
-    gc.disable()
-    try:
-        start = time.perf_counter()
-        done = 0
-        while done < rounds[0] or (done < rounds[1] and time.perf_counter() - start < seconds):
-            # What ran just before decides what is in the caches: in a fixed order that would
-            # favour one entry in every round.
-            # All preparations come first: a forward pass right before would leave every cache
-            # full of its own, which the backward of one layer among many does not meet.
-            ready = {name: _prepare(work[name]) for name in names}
-            for name in order.sample(names, len(names)):
-                times[name].append(_seconds(work[name], ready.pop(name)))
-            done += 1
-    finally:
-        gc.enable()
-    base = times[names[0]]
+    times = in_turns(list(work.values()), rounds, torch.device("cpu"), seconds)
     results = {}
-    for name, series in times.items():
-        ratios = [t / b for t, b in zip(series, base, strict=True)]
+    for name, series in zip(work, times, strict=True):
+        ratios = [t / b for t, b in zip(series, times[0], strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
         milliseconds = 1e3 * statistics.median(series)
         results[name] = Ratio(statistics.median(ratios), low, high, milliseconds)
     return results
-
-
-def _prepare(entry: Work) -> Any:
-    return entry.prepare() if isinstance(entry, Prepared) else None
-
-
-def _seconds(entry: Work, ready: Any) -> float:
-    start = time.perf_counter()
-    if isinstance(entry, Prepared):
-        entry.run(ready)
-    else:
-        entry()
-    return time.perf_counter() - start
 
 
 def restart_pinned(allocator: str) -> None:

@@ -32,7 +32,7 @@ def test_in_a_model(sketch):
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)).double()
     sp.sketch_(model, sketch)
     x = torch.randn(10, 6).double()
-    report = check_unbiased(model, lambda: model(x).square().mean(), draws=400)
+    report = check_unbiased(model, lambda m, x: m(x).square().mean(), x, draws=400)
     assert report.ok, str(report)
     assert len(sp.summary(model).layers) == 3
 

@@ -234,11 +234,11 @@ def test_monte_carlo_agrees_with_dropout_and_weights():
     module, given = setting("dropout", "self")
     mine = sketched(module, sp.L1(0.4))
 
-    def loss():
-        out, weights = mine(*given)
+    def loss_fn(model, batch):
+        out, weights = model(*batch)
         return (out * torch.arange(out.numel()).view(out.shape).sin()).sum() + weights[:, 0].max()
 
-    report = sp.check_unbiased(mine, loss, draws=400)
+    report = sp.check_unbiased(mine, loss_fn, given, draws=400)
     assert report.ok, report
 
 

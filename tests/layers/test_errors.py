@@ -297,17 +297,17 @@ def test_check_unbiased_of_something_else():
 
 
 def test_check_unbiased_of_a_sketch_with_a_loss():
-    text = message(TypeError, lambda: sp.check_unbiased(sp.L1(1), lambda: torch.zeros(())))
-    assert "check_unbiased(model, loss)" in text
+    text = message(TypeError, lambda: sp.check_unbiased(sp.L1(1), lambda m, b: torch.zeros(())))
+    assert "check_unbiased(model, loss_fn, batch)" in text
 
 
 def test_check_unbiased_of_a_model_without_its_loss():
     text = message(TypeError, lambda: sp.check_unbiased(sp.sketch_(model(), sp.L1(1))))
-    assert "lambda: loss_fn(model(x), y)" in text
+    assert "check_unbiased(model, loss_fn, batch)" in text
 
 
 def test_check_unbiased_of_a_plain_model():
-    text = message(ValueError, lambda: sp.check_unbiased(model(), lambda: torch.zeros(())))
+    text = message(ValueError, lambda: sp.check_unbiased(model(), lambda m, b: torch.zeros(())))
     assert "no sketched layer" in text
     assert "sketch_" in text
 
@@ -315,7 +315,8 @@ def test_check_unbiased_of_a_plain_model():
 def test_check_unbiased_with_a_loss_that_is_no_scalar():
     net = sp.sketch_(model(), sp.L1(1))
     text = message(
-        ValueError, lambda: sp.check_unbiased(net, lambda: net(torch.randn(8, 4)), draws=2)
+        ValueError,
+        lambda: sp.check_unbiased(net, lambda m, x: m(x), torch.randn(8, 4), draws=2),
     )
     assert "(8, 2)" in text
     assert "scalar" in text

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
 from sketchprop.layers import faster
@@ -93,7 +96,10 @@ def test_decisions_are_remembered_in_a_file(monkeypatch):
     assert len(asked) == 6  # and so is another number of threads
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1, 2]", '{"a": 1}', '{"a": {"ratio": 2}}'])
+BROKEN = ["", "{", "[1, 2]", '{"a": 1}', '{"a": {"ratio": 2}}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("content", BROKEN, ids=range(len(BROKEN)))
 def test_a_broken_file_is_timed_over(monkeypatch, content):
     asked = answer(monkeypatch, {6: 1.3, 12: 0.4})
     cache_file().parent.mkdir(parents=True)
@@ -101,6 +107,66 @@ def test_a_broken_file_is_timed_over(monkeypatch, content):
     sketched_layers(sp.sketch_(network(), sp.L1(0.3), where="faster"), torch.randn(10, 6))
     assert len(asked) == 2
     assert len(json.loads(cache_file().read_text())) == 2
+
+
+@pytest.mark.parametrize("wrong", [None, "fast", [1], True, float("nan"), -1.0])
+def test_entries_of_the_wrong_kind_are_timed_over(monkeypatch, wrong):
+    asked = answer(monkeypatch, {6: 1.3, 12: 0.4})
+    x = torch.randn(10, 6)
+    sketched_layers(sp.sketch_(network(), sp.L1(0.3), where="faster"), x)
+    content = json.loads(cache_file().read_text())
+    spoilt = {key: {**entry, "ratio": wrong} for key, entry in content.items()}
+    cache_file().write_text(json.dumps(spoilt))
+    sketched_layers(sp.sketch_(network(), sp.L1(0.3), where="faster"), x)
+    assert len(asked) == 4
+    assert json.loads(cache_file().read_text()) == content
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("SKETCHPROP_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert Path(tempfile.gettempdir()) in cache_file().parents
+
+
+def test_a_full_disk_leaves_nothing_half_written(monkeypatch):
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    answer(monkeypatch, {6: 1.3, 12: 0.4})
+    monkeypatch.setattr(faster.json, "dump", full)
+    model = sp.sketch_(network(), sp.L1(0.3), where="faster")
+    with pytest.warns(UserWarning, match="No space left"):
+        sketched_layers(model, torch.randn(10, 6))
+    assert list(cache_file().parent.iterdir()) == []
+
+
+def test_timing_in_forward_adds_nothing_to_gradients():
+    model = sp.sketch_(network(), sp.L1(0.3), where="faster", accumulate=True)
+    model(torch.randn(10, 6)).sum().backward()
+    model.zero_grad(set_to_none=False)
+    model(torch.randn(7, 6))  # another shape: timed anew, in forward
+    assert all(float(p.grad.abs().sum()) == 0 for p in model.parameters())
+
+
+def test_timing_runs_no_hook_on_a_weight():
+    model = sp.sketch_(network(), sp.L1(0.3), where="faster")
+    calls = []
+    model[0].weight.register_hook(lambda grad: calls.append(1))
+    model(torch.randn(10, 6)).sum().backward()
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_timing_under_activation_checkpointing(reentrant):
+    model = sp.sketch_(network(), sp.L1(0.3), where="faster")
+    x = torch.randn(10, 6, requires_grad=True)
+    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    assert all(m.judge.decisions for m in model if hasattr(m, "judge"))
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):

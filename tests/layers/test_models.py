@@ -322,5 +322,5 @@ def test_experts_can_be_made_sketchable():
     assert "model.layers.1.mlp.experts" in taken(model)
     got = loss_of(model.train())
     assert torch.allclose(got, wanted, rtol=1e-5)
-    report = sp.check_unbiased(model, lambda: loss_of(model), draws=100)
+    report = sp.check_unbiased(model, lambda m, _: loss_of(m), draws=100)
     assert report.ok, report

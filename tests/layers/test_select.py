@@ -233,7 +233,7 @@ def test_layers_of_your_own():
     assert select.wide(7).names(model) == []
     x = torch.randn(20, 6)
     assert torch.equal(model(x), plain(x))
-    report = sp.check_unbiased(model, lambda: model(x).square().mean(), draws=300)
+    report = sp.check_unbiased(model, lambda m, x: m(x).square().mean(), x, draws=300)
     assert report.ok, report
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(twin[0]) is SketchedScaled

@@ -59,6 +59,33 @@ def mine(tmp_path):
                 batches = [torch.randn(16, 6) for _ in range(3)]
                 return model, lambda m, x: m(x).square().mean(), batches
 
+            def endless():
+                model, loss_fn, _ = make()
+                def batches():
+                    while True:
+                        yield torch.randn(16, 6)
+                return model, loss_fn, batches()
+
+            def repeated():
+                model, loss_fn, batches = make()
+                return model, loss_fn, batches[:2] * 9
+
+            def one():
+                model, loss_fn, batches = make()
+                return model, loss_fn, batches[:1] * 9
+
+            def used_up():
+                model, loss_fn, batches = make()
+                return model, loss_fn, iter(batches)
+
+            def breaks():
+                model, _, batches = make()
+                def loss_fn(m, x):
+                    raise RuntimeError("out of cheese")
+                return model, loss_fn, batches
+
+            mine = Half(0.3)
+
             def only_a_model():
                 return nn.Linear(3, 3)
 
@@ -95,6 +122,18 @@ def test_check_on_a_model(run, mine):
     assert code == 0
     assert "Monte Carlo, 60 draws" in out
     assert run("check", f"{mine}:Wrong(0.5)", "--model", f"{mine}:make", "--draws", "60")[0] == 1
+
+
+def test_check_shows_the_verdict_first_and_only_what_fails(run):
+    _, out, _ = run("check", "Diagonal(0.3, paper=True)")
+    assert out.startswith("Diagonal(0.3, paper=True): BIASED in 2 of")
+    assert out.count("zero rows of W") == 2
+    assert "one column" not in out
+    _, out, _ = run("check", "L1(0.3)")
+    assert out.strip().count("\n") == 0
+    _, out, _ = run("check", "L1(0.3)", "--verbose")
+    assert out.startswith("L1(0.3): unbiased")
+    assert "one column" in out
 
 
 # --- measure ---------------------------------------------------------------------------------
@@ -172,6 +211,45 @@ def test_measure_on_mnist(run):
     assert json.loads(out)["variance"]["sigma2"]["value"] > 0
 
 
+def measured(run, *arguments):
+    common = ("--sketch", "L1(0.5)", "--draws", "4", "--rounds", "0", "--json")
+    code, out, err = run("measure", *arguments, *common)
+    return json.loads(out) if code in (0, 1) else code, err
+
+
+def test_batches_are_never_repeated_silently(run, mine):
+    report, err = measured(run, "--model", f"{mine}:make")
+    assert report["variance"]["batches"] == 3
+    assert "3 batches are different, --batches asked for 8" in err
+    repeated, err = measured(run, "--model", f"{mine}:repeated")
+    assert "2 batches are different" in err
+    twice, _ = measured(run, "--model", f"{mine}:make", "--batches", "2")
+    assert repeated["variance"]["sigma2"] == twice["variance"]["sigma2"]
+    code, err = measured(run, "--model", f"{mine}:one")
+    assert code == 2
+    assert "give at least two" in err
+
+
+def test_an_endless_loader_is_not_drained(run, mine):
+    report, err = measured(run, "--model", f"{mine}:endless", "--batches", "5", "--steps", "2")
+    assert report["variance"]["batches"] == 5
+    assert err == ""
+
+
+def test_batches_that_training_uses_up(run, mine):
+    for steps in ("3", "4"):
+        code, err = measured(run, "--model", f"{mine}:used_up", "--steps", steps)
+        assert code == 2
+        assert "the factory's batches" in err
+    report, _ = measured(run, "--model", f"{mine}:used_up", "--steps", "1")
+    assert report["variance"]["batches"] == 2
+
+
+def test_measuring_within_minutes(run, mine):
+    report, _ = measured(run, "--model", f"{mine}:make", "--minutes", "0.000001")
+    assert report["variance"]["draws"] == 2
+
+
 # --- plan and bench --------------------------------------------------------------------------
 
 
@@ -232,6 +310,9 @@ def test_help_teaches(run, command):
         (["measure", "--batches", "1", "--rounds", "0"], "give at least two"),
         (["measure", "--draws", "none"], "'none' is not a number from 1 on"),
         (["bench", "128x3"], "'128x3' is not a shape; type for example 128x784x64"),
+        (["bench", "4x3x5", "--device", "nowhere"], "--device nowhere is not here"),
+        (["bench", "4x3x5", "--json", "no/where.json"], "there is no folder 'no'"),
+        (["plan", "--plot", "no/where.png"], "there is no folder 'no'"),
         (["bench"], "required"),
         ([], "required"),
     ],
@@ -255,6 +336,34 @@ def test_mistakes_in_ones_own_factory(run, mine):
         assert message in err
     with pytest.raises(UsageError):
         main(["plan", "--model", f"{mine}:missing", "--traceback"])
+
+
+def test_a_failure_has_a_code_of_its_own(run, mine):
+    """1 means 'does not pay', and a script must be able to tell."""
+    code, out, err = run("plan", "--model", f"{mine}:breaks")
+    assert code == 3
+    assert out == ""
+    assert "failed with RuntimeError: out of cheese; --traceback shows where" in err
+    assert "Traceback" not in err
+    with pytest.raises(RuntimeError, match="out of cheese"):
+        main(["plan", "--model", f"{mine}:breaks", "--traceback"])
+
+
+def test_ctrl_c_ends_as_shells_expect(run, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sketchprop.cli.commands.bench", interrupted)
+    assert run("bench", "4x3x5")[0] == 130
+
+
+@pytest.mark.parametrize("text", ["os:system('echo RAN > ran')", "os:mkdir('ran')", "os:getcwd()"])
+def test_nothing_but_sketches_is_called(run, tmp_path, text):
+    code, out, err = run("check", text)
+    assert code == 2
+    assert "not a sketch" in err
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_rich_the_tables_are_plain(run, monkeypatch):
@@ -287,15 +396,23 @@ def test_sketches_are_parsed_without_evaluating_code():
     assert parse_sketch("L1(0.1)") == sp.L1(0.1)
     assert parse_sketch("L2(16, sampling='independent')") == sp.L2(16, sampling="independent")
     assert parse_sketches(["a.*=L1(0.1)", "b=exact"]) == {"a.*": sp.L1(0.1), "b": None}
-    with pytest.raises(UsageError):
-        parse_sketch("L1(open('x'))")
+    nested = "Rows(0.3, then=L1(0.5, root=True))"
+    assert parse_sketch(nested) == sp.Rows(0.3, then=sp.L1(0.5, root=True))
+    for text in ("L1(open('x'))", "L1(0.1)(0.2)", "L1.budget(0.1)", "L1(0.1).budget", "L1(x)"):
+        with pytest.raises(UsageError):
+            parse_sketch(text)
+
+
+def test_a_sketch_made_in_ones_own_module(run, mine):
+    assert run("check", f"{mine}:mine")[0] == 0
+    assert "made already" in run("check", f"{mine}:mine(0.3)")[2]
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_built_in_models_can_be_sketched_and_trained(name):
     task = load_task(name, "random", 4, seed=0)
     sp.sketch_(task.model, sp.L1(0.25))
-    loss = task.loss_fn(task.model, task.draw())
+    loss = task.loss_fn(task.model, *task.take(1))
     loss.backward()
     assert all(p.grad is not None for p in task.model.parameters())
     again = load_task(name, "random", 4, seed=0)

@@ -354,7 +354,7 @@ def test_modules(layer):
     assert sketched.state_dict().keys() == layer.state_dict().keys()
     y = sketched(x)
     assert torch.equal(y, layer(x))
-    report = sp.check_unbiased(sketched, lambda: sketched(x).square().sum(), draws=200)
+    report = sp.check_unbiased(sketched, lambda m, x: m(x).square().sum(), x, draws=200)
     assert report.ok, report
     state = torch.get_rng_state()
     assert torch.equal(sketched.eval()(x), layer.eval()(x))

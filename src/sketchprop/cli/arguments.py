@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import (
-    ArgumentParser,
-    ArgumentTypeError,
-    RawDescriptionHelpFormatter,
-    _SubParsersAction,
-)
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from typing import Any, NamedTuple
 
 from .._version import __version__
-from . import commands, report
+from . import commands
 from .specs import MODELS, sketch_names
 
 ABOUT = """\
@@ -24,12 +20,15 @@ These commands say whether one is right, what it costs and whether it pays:
   report    plan and measure, with plots, as one HTML page
 """
 
-CODES = "exit codes: 0 fine · 1 biased, or does not pay · 2 could not be run as typed"
+CODES = """\
+exit codes: 0 fine · 1 biased, or does not pay · 2 could not be run as typed ·
+            3 failed on the way, for example in your model · 130 stopped by Ctrl-C"""
 
 CHECK = """\
 Compares the mean of dX, dW and db with the exact gradient on layers of hard shapes and contents.
 The mean is exact, a finite sum over the breakpoints of the draw; with --draws, or on a whole
-model, it is a Monte Carlo mean and deviations are counted in standard errors.
+model, it is a Monte Carlo mean and deviations are counted in standard errors. Shown are the
+verdict and what is biased; --verbose shows every line.
 """
 CHECK_EXAMPLES = f"""\
 examples:
@@ -51,7 +50,8 @@ examples:
   sketchprop measure --model mlp --sketch 'L1(0.1)'
   sketchprop measure --model vit --sketch 'blocks.*.mlp.*=L1(0.3)' --draws 16 --plot v.png
   sketchprop measure --model mycode:make --sketch 'L1(0.2)' --json report.json
-      make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar
+      make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar; of batches, a
+      list or a loader, as many as --batches are taken
   sketchprop measure --model mlp --data mnist --steps 469 --sketch 'L1(0.1)'
   sketchprop measure --model mlp --data mnist --location --steps 0 469 \\
       --sketch 'L1(0.1)' 'ColumnMask(0.1)' --plot location.png
@@ -94,9 +94,62 @@ examples:
       make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar
   sketchprop report --data mnist --steps 469 --sketch 'L1(0.1)'
 
-Takes about draws × batches × (sketched layers) steps; --no-split and --draws make it shorter.
+Takes about draws × batches × (sketched layers) steps; --minutes, --no-split and --draws make it
+shorter.
 
 {CODES} (the page is written in both cases)"""
+
+
+class Command(NamedTuple):
+    """A command, its help, and which of the options below it takes; ``--x=y`` sets a default."""
+
+    run: Any
+    short: str
+    about: str
+    examples: str
+    options: str
+
+
+COMMANDS = {
+    "check": Command(
+        commands.run_check,
+        "is it unbiased?",
+        CHECK,
+        CHECK_EXAMPLES,
+        "sketches --planner --model --data --batch-size --draws --verbose",
+    ),
+    "measure": Command(
+        commands.run_measure,
+        "does it pay?",
+        MEASURE,
+        MEASURE_EXAMPLES,
+        "--model=mlp --data --batch-size --sketch --planner --steps --batches --draws "
+        "--learning-rate --no-split --rounds=7 --overhead --minutes --location --budgets --plot",
+    ),
+    "plan": Command(
+        commands.run_plan,
+        "which layers are worth it?",
+        PLAN,
+        PLAN_EXAMPLES,
+        "--model=mlp --data --batch-size --sketch --rounds=15 --plot",
+    ),
+    "bench": Command(
+        commands.run_bench,
+        "how fast is one layer?",
+        BENCH,
+        BENCH_EXAMPLES,
+        "shapes --sketch --rounds=15 --device --plot",
+    ),
+    "report": Command(
+        commands.run_report,
+        "all of it as one HTML page",
+        REPORT,
+        REPORT_EXAMPLES,
+        "--model=mlp --data --batch-size --sketch --planner --output --title --steps --batches "
+        "--draws --learning-rate --no-split --rounds=7 --overhead --minutes",
+    ),
+}
+COMMON = "--json --threads --seed --traceback"
 
 
 def parser() -> ArgumentParser:
@@ -108,179 +161,106 @@ def parser() -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"sketchprop {__version__}")
-    commands_of = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    _check(commands_of)
-    _measure(commands_of)
-    _plan(commands_of)
-    _bench(commands_of)
-    _report(commands_of)
+    subparsers = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    options = _options()
+    for name, command in COMMANDS.items():
+        p = subparsers.add_parser(
+            name,
+            help=command.short,
+            description=command.about,
+            epilog=command.examples,
+            formatter_class=RawDescriptionHelpFormatter,
+        )
+        for given in f"{command.options} {COMMON}".split():
+            option, _, default = given.partition("=")
+            chosen = {"default": default} if default else {}
+            p.add_argument(option, **{**options[option], **chosen})
+        p.set_defaults(run=command.run)
     return top
 
 
-def _check(commands_of: _SubParsersAction[ArgumentParser]) -> None:
-    p = _command(commands_of, "check", "is it unbiased?", CHECK, CHECK_EXAMPLES)
-    names = ", ".join(sketch_names())
-    p.add_argument(
-        "sketches",
-        nargs="+",
-        metavar="SKETCH",
-        help=f"a sketch with its budget; built in: {names}; or module:Class(…)",
-    )
-    _model(p, default=None)
-    p.add_argument("--draws", type=_positive, help="Monte Carlo with this many draws")
-    p.set_defaults(run=commands.run_check)
+def _options() -> dict[str, dict[str, Any]]:
+    """Every option once, as ``add_argument`` takes it."""
+    example = "'L1(0.1)' (the default)"
+    return {
+        "sketches": {
+            "nargs": "+",
+            "metavar": "SKETCH",
+            "help": f"a sketch with its budget; built in: {', '.join(sketch_names())}; or "
+            "module:Class(…)",
+        },
+        "shapes": {
+            "nargs": "+",
+            "type": _shape,
+            "metavar": "BxDxN",
+            "help": "rows x inputs x outputs",
+        },
+        "--model": {"help": f"{', '.join(MODELS)}, or module:factory of yours (%(default)s)"},
+        "--data": {
+            "choices": ["random", "mnist"],
+            "default": "random",
+            "help": "for built-in models; mnist is looked for in $SKETCHPROP_DATA (%(default)s)",
+        },
+        "--batch-size": _number(_positive, 128, "of built-in models' batches"),
+        "--sketch": {
+            "dest": "sketches",
+            "nargs": "+",
+            "default": ["L1(0.1)"],
+            "metavar": "SKETCH",
+            "help": f"for example {example}; or PATTERN=SKETCH, several times, for layers by name",
+        },
+        "--planner": {
+            "help": "who makes the atoms: Every(50), Fresh(rows=0.1), or module:Class(…)"
+        },
+        "--steps": {
+            **_number(_natural, [0], "train exactly for N steps first"),
+            "nargs": "+",
+            "metavar": "N",
+        },
+        "--batches": _number(_positive, 8, "how many different ones to measure on"),
+        "--draws": {"type": _positive, "help": "Monte Carlo draws, for each batch"},
+        "--learning-rate": _number(float, 0.1, "of --steps"),
+        "--no-split": {"action": "store_true", "help": "only the total V: much cheaper"},
+        "--rounds": {
+            "type": _natural,
+            "help": "pairs to time (%(default)s); 0, where a verdict can do without: by FLOPs",
+        },
+        "--overhead": {
+            **_number(float, 0.0, "of a step outside forward and backward (optimizer, data)"),
+            "metavar": "MS",
+        },
+        "--minutes": {"type": float, "help": "about how long measuring may take"},
+        "--location": {
+            "action": "store_true",
+            "help": "compare the first layer, the last, and all, at each of --steps",
+        },
+        "--budgets": {
+            **_number(float, [0.05, 0.1, 0.2, 0.5], "kept fractions for --location"),
+            "nargs": "+",
+        },
+        "--device": {"default": "cpu", "help": "where (%(default)s)"},
+        "--plot": {"metavar": "FILE", "help": "a picture: .png, .pdf or .svg"},
+        "--output": {
+            "default": "sketchprop-report.html",
+            "metavar": "FILE",
+            "help": "where the page goes (%(default)s)",
+        },
+        "--title": {"help": "the page's heading (the model's name)"},
+        "--verbose": {"action": "store_true", "help": "show what is unbiased too"},
+        "--json": {
+            "nargs": "?",
+            "const": "-",
+            "metavar": "FILE",
+            "help": "the whole report as JSON, to FILE, or instead of the tables",
+        },
+        "--threads": {"type": _positive, "help": "limit torch to this many threads"},
+        "--seed": _number(_natural, 0, "of models, data and draws"),
+        "--traceback": {"action": "store_true", "help": "show where an error comes from"},
+    }
 
 
-def _measure(commands_of: _SubParsersAction[ArgumentParser]) -> None:
-    p = _command(commands_of, "measure", "does it pay?", MEASURE, MEASURE_EXAMPLES)
-    _model(p, default="mlp")
-    _sketch(p, "or PATTERN=SKETCH, several times, for layers by name")
-    p.add_argument(
-        "--steps",
-        type=_natural,
-        nargs="+",
-        default=[0],
-        metavar="N",
-        help="train exactly for N steps first (default: 0); with --location, stop at each N",
-    )
-    _effort(p)
-    p.add_argument(
-        "--location", action="store_true", help="compare the first layer, the last, and all"
-    )
-    p.add_argument(
-        "--budgets",
-        type=float,
-        nargs="+",
-        default=[0.05, 0.1, 0.2, 0.5],
-        help="kept fractions for --location (default: %(default)s)",
-    )
-    _plot(p)
-    p.set_defaults(run=commands.run_measure)
-
-
-def _plan(commands_of: _SubParsersAction[ArgumentParser]) -> None:
-    p = _command(commands_of, "plan", "which layers are worth it?", PLAN, PLAN_EXAMPLES)
-    _model(p, default="mlp")
-    _sketch(p, "the one to try")
-    _rounds(p)
-    _plot(p)
-    p.set_defaults(run=commands.run_plan)
-
-
-def _bench(commands_of: _SubParsersAction[ArgumentParser]) -> None:
-    p = _command(commands_of, "bench", "how fast is one layer?", BENCH, BENCH_EXAMPLES)
-    p.add_argument(
-        "shapes", nargs="+", type=_shape, metavar="BxDxN", help="rows x inputs x outputs"
-    )
-    _sketch(p, "one or more")
-    _rounds(p)
-    p.add_argument("--device", default="cpu", help="where (default: %(default)s)")
-    _plot(p)
-    p.set_defaults(run=commands.run_bench)
-
-
-def _report(commands_of: _SubParsersAction[ArgumentParser]) -> None:
-    p = _command(commands_of, "report", "all of it as one HTML page", REPORT, REPORT_EXAMPLES)
-    _model(p, default="mlp")
-    _sketch(p, "or PATTERN=SKETCH, several times, for layers by name")
-    p.add_argument(
-        "--output",
-        default="sketchprop-report.html",
-        metavar="FILE",
-        help="where the page goes (default: %(default)s)",
-    )
-    p.add_argument("--title", help="the page's heading (default: the model's name)")
-    p.add_argument(
-        "--steps",
-        type=_natural,
-        default=0,
-        metavar="N",
-        help="train exactly for N steps first (default: %(default)s)",
-    )
-    _effort(p)
-    p.set_defaults(run=report.run_report)
-
-
-def _effort(p: ArgumentParser) -> None:
-    p.add_argument("--batches", type=_positive, default=8, help="how many (default: %(default)s)")
-    p.add_argument("--draws", type=_positive, help="for each batch (default: a pilot chooses)")
-    p.add_argument(
-        "--learning-rate", type=float, default=0.1, help="of --steps (default: %(default)s)"
-    )
-    p.add_argument("--no-split", action="store_true", help="only the total V: much cheaper")
-    p.add_argument(
-        "--rounds",
-        type=_natural,
-        default=7,
-        help="pairs of steps to time (default: %(default)s); 0: judge by FLOPs",
-    )
-    p.add_argument(
-        "--overhead",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="milliseconds of a step outside forward and backward (optimizer, data)",
-    )
-
-
-def _command(
-    commands_of: _SubParsersAction[ArgumentParser], name: str, short: str, about: str, examples: str
-) -> ArgumentParser:
-    p = commands_of.add_parser(
-        name,
-        help=short,
-        description=about,
-        epilog=examples,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    p.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="the whole report as JSON, to FILE, or instead of the tables",
-    )
-    p.add_argument("--threads", type=_positive, help="limit torch to this many threads")
-    p.add_argument("--seed", type=_natural, default=0, help="default: %(default)s")
-    p.add_argument("--traceback", action="store_true", help="show where an error comes from")
-    return p
-
-
-def _model(p: ArgumentParser, default: str | None) -> None:
-    known = ", ".join(MODELS)
-    p.add_argument(
-        "--model",
-        default=default,
-        help=f"{known}, or module:factory of yours" + (f" (default: {default})" if default else ""),
-    )
-    p.add_argument(
-        "--data",
-        choices=["random", "mnist"],
-        default="random",
-        help="for built-in models; mnist is looked for in $SKETCHPROP_DATA (default: %(default)s)",
-    )
-    p.add_argument("--batch-size", type=_positive, default=128, help="default: %(default)s")
-
-
-def _sketch(p: ArgumentParser, more: str) -> None:
-    p.add_argument(
-        "--sketch",
-        dest="sketches",
-        nargs="+",
-        default=["L1(0.1)"],
-        metavar="SKETCH",
-        help=f"for example 'L1(0.1)' (the default); {more}",
-    )
-
-
-def _rounds(p: ArgumentParser) -> None:
-    p.add_argument(
-        "--rounds", type=_positive, default=15, help="repetitions (default: %(default)s)"
-    )
-
-
-def _plot(p: ArgumentParser) -> None:
-    p.add_argument("--plot", metavar="FILE", help="a picture: .png, .pdf or .svg")
+def _number(kind: Any, default: Any, text: str) -> dict[str, Any]:
+    return {"type": kind, "default": default, "help": f"{text} (%(default)s)"}
 
 
 def _natural(text: str) -> int:

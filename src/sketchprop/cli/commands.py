@@ -2,93 +2,118 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from ..layers.transform import sketch_
-from ..meters import MeasureReport, PlanReport, UnbiasedReport, bench, check_unbiased, measure, plan
-from .location import measure_location
-from .plots import plot_bench, plot_location, plot_measure, plot_plan
-from .show import say, show_table, write_json
-from .specs import Task, UsageError, load_task, parse_sketch, parse_sketches, train
+import torch
 
-FINE, NO, USAGE = 0, 1, 2
+from ..core.table import Report
+from ..layers.transform import sketch_
+from ..meters import MeasureReport, bench, check_unbiased, measure, plan
+from ..report import html_report, setup_facts
+from ..report.charts import bench_chart, noise_chart, plan_chart
+from ..sketches import AnySketch, Planner, Sketch, Split
+from .location import measure_location
+from .plots import plot_bars, plot_location
+from .show import Progress, complain, progress, say, show, write_json
+from .specs import Task, UsageError, load_task, parse_planner, parse_sketch, parse_sketches, train
+
+FINE, NO, USAGE, CRASH, STOPPED = 0, 1, 2, 3, 130
+"""Exit codes; 130 is what a shell gives for Ctrl-C."""
 
 
 def run_check(options: Namespace) -> int:
     if options.model is None:
-        reports = [
-            check_unbiased(parse_sketch(text), draws=options.draws) for text in options.sketches
-        ]
+        sketches = [parse_sketch(text) for text in options.sketches]
+        how = {"planner": _planner(options), "draws": options.draws}
+        reports = [check_unbiased(sketch, **how) for sketch in sketches]
     else:
+        chosen = parse_sketches(options.sketches)
         task = _task(options)
-        sketch_(task.model, parse_sketches(options.sketches))
-        task.model.train()
-        batch = task.draw()
-        reports = [
-            check_unbiased(
-                task.model,
-                lambda: task.loss_fn(task.model, batch),
-                draws=options.draws,
-                seed=options.seed,
-            )
-        ]
-    _finish(options, [report.as_dict() for report in reports], lambda: _show_check(reports))
+        sketch_(task.model, chosen, planner=_planner(options))
+        (batch,) = task.take(1)
+        drawn = {"draws": options.draws, "seed": options.seed}
+        reports = [check_unbiased(task.model, task.loss_fn, batch, **drawn)]
+    if options.json:
+        write_json([report.as_dict() for report in reports], options.json)
+    if options.json != "-":
+        for report in reports:
+            tables = report.tables() if options.verbose else report.biased_tables()
+            show(report.headline(), tables)
     return FINE if all(report.ok for report in reports) else NO
 
 
 def run_measure(options: Namespace) -> int:
-    task = _task(options)
+    if options.plot and options.no_split:
+        raise UsageError("--plot shows V by layer; leave out --no-split")
     if options.location:
-        return _run_location(options, task)
-    train(task, options.steps[-1], options.learning_rate)
-    report = measure(
-        task.model,
-        task.loss_fn,
-        [task.draw() for _ in range(options.batches)],
-        parse_sketches(options.sketches),
-        draws=options.draws,
-        split=not options.no_split,
-        rounds=options.rounds,
-        overhead=options.overhead / 1e3,
-        seed=options.seed,
-    )
-    _finish(options, report.as_dict(), lambda: _show_measure(report))
-    if options.plot:
-        if options.no_split:
-            raise UsageError("--plot shows V by layer; leave out --no-split")
-        plot_measure(report, options.plot)
+        return _run_location(options)
+    chosen = parse_sketches(options.sketches)
+    task = _task(options)
+    with progress() as line:
+        _train(options, task, line)
+        report = _measure(options, task, _batches(options, task), chosen, line)
+    _finish(options, report, lambda path: plot_bars(noise_chart(report), path))
     return FINE if report.pays else NO
 
 
 def run_plan(options: Namespace) -> int:
-    task = _task(options)
     sketch = parse_sketch(options.sketches[0])
-    report = plan(task.model, task.draw(), task.loss_fn, sketch=sketch, rounds=options.rounds)
-    _finish(options, report.as_dict(), lambda: _show_plan(report))
-    if options.plot:
-        plot_plan(report, options.plot)
+    task = _task(options)
+    (batch,) = task.take(1)
+    report = plan(task.model, task.loss_fn, batch, sketch=sketch, rounds=options.rounds)
+    _finish(options, report, lambda path: plot_bars(plan_chart(report), path))
     return FINE if report.worthwhile else NO
 
 
 def run_bench(options: Namespace) -> int:
     sketches = [parse_sketch(text) for text in options.sketches]
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"--device {options.device} is not here: {reason}") from error
     report = bench(options.shapes, sketches, options.rounds, options.device)
-
-    def show() -> None:
-        show_table("Backward of a linear layer", *report.cells())
-
-    _finish(options, report.as_dict(), show)
-    if options.plot:
-        plot_bench(report, options.plot)
+    _finish(options, report, lambda path: plot_bars(bench_chart(report), path))
     return FINE if any(line.times.ratio < 1 for line in report.lines) else NO
 
 
-def _run_location(options: Namespace, task: Task) -> int:
+def run_report(options: Namespace) -> int:
+    """The page is written whether the sketch pays or not."""
+    chosen = parse_sketches(options.sketches)
+    tried = [chosen] if isinstance(chosen, Sketch | Split) else [s for s in chosen.values() if s]
+    task = _task(options)
+    with progress() as line:
+        _train(options, task, line)
+        batches = _batches(options, task)
+        plans = []
+        for each in dict.fromkeys(tried):
+            line.stage(f"planning: the backward of each layer with {each!r}")
+            rounds = max(1, options.rounds)
+            plans.append(plan(task.model, task.loss_fn, batches[0], sketch=each, rounds=rounds))
+        measured = _measure(options, task, batches, chosen, line)
+    facts = {**_facts(options, task), **setup_facts(next(task.model.parameters()).device)}
+    title = options.title or f"{options.model}: does sketching pay?"
+    page = html_report(measured, plans, title=title, facts=facts)
+    Path(options.output).write_text(page, encoding="utf-8")
+    if options.json:
+        data = {"measure": measured.as_dict(), "plans": [p.as_dict() for p in plans]}
+        write_json({"facts": facts, **data}, options.json)
+    if options.json != "-":
+        show(measured.headline(), [measured.figures()])
+        size = len(page.encode()) / 1e3
+        say(f"report: {options.output} ({size:.0f} kB, opens in any browser)")
+    return FINE if measured.pays else NO
+
+
+def _run_location(options: Namespace) -> int:
+    sketches = [parse_sketch(text) for text in options.sketches]
     report = measure_location(
-        task,
-        [parse_sketch(text) for text in options.sketches],
+        _task(options),
+        sketches,
         options.budgets,
         options.steps,
         batches=options.batches,
@@ -97,10 +122,7 @@ def _run_location(options: Namespace, task: Task) -> int:
         learning_rate=options.learning_rate,
         seed=options.seed,
     )
-    title = f"V/σ² by place: first is {report.first!r}, last is {report.last!r}"
-    _finish(options, report, lambda: show_table(title, *report.cells()))
-    if options.plot:
-        plot_location(report, options.plot)
+    _finish(options, report, lambda path: plot_location(report, path))
     return FINE
 
 
@@ -108,36 +130,72 @@ def _task(options: Namespace) -> Task:
     return load_task(options.model, options.data, options.batch_size, options.seed)
 
 
-def _finish(options: Namespace, data: Any, show: Callable[[], None]) -> None:
+def _train(options: Namespace, task: Task, line: Progress) -> None:
+    steps = options.steps[-1]
+    line.stage(f"training exactly for {steps} steps")
+    train(task, steps, options.learning_rate)
+
+
+def _batches(options: Namespace, task: Task) -> list[Any]:
+    """As many different batches as were asked for, or all there are, and then it says so."""
+    batches = task.take(options.batches)
+    if len(batches) < 2:
+        raise UsageError(
+            f"{len(batches)} different batch: σ² is a variance between batches, give at least two, "
+            "better eight (--batches)"
+        )
+    if len(batches) < options.batches:
+        complain(f"{len(batches)} batches are different, --batches asked for {options.batches}")
+    return batches
+
+
+def _measure(
+    options: Namespace,
+    task: Task,
+    batches: list[Any],
+    sketch: AnySketch | dict[str, AnySketch | None],
+    line: Progress,
+) -> MeasureReport:
+    line.stage("measuring: variance, FLOPs, saved bytes, times")
+    return measure(
+        task.model,
+        task.loss_fn,
+        batches,
+        sketch,
+        planner=_planner(options),
+        draws=options.draws,
+        split=not options.no_split,
+        rounds=options.rounds,
+        overhead=options.overhead / 1e3,
+        seed=options.seed,
+        minutes=options.minutes,
+        progress=line.share,
+    )
+
+
+def _planner(options: Namespace) -> Planner | None:
+    return None if options.planner is None else parse_planner(options.planner)
+
+
+def _facts(options: Namespace, task: Task) -> dict[str, str]:
+    parameters = sum(p.numel() for p in task.model.parameters())
+    data = f"{options.data}, batches of {options.batch_size}"
+    facts = {
+        "command": shlex.join(["sketchprop", *options.arguments]),
+        "model": f"{options.model}, {parameters:,} parameters",
+        "data": "the factory's" if ":" in options.model else data,
+        "exact steps before": str(options.steps[-1]),
+        "seed": str(options.seed),
+    }
+    if options.overhead:
+        facts["overhead of a step"] = f"{options.overhead:g} ms"
+    return facts
+
+
+def _finish(options: Namespace, report: Report, plot: Callable[[str], None]) -> None:
     if options.json:
-        write_json(data, options.json)
+        write_json(report, options.json)
     if options.json != "-":
-        show()
-
-
-def _show_check(reports: list[UnbiasedReport]) -> None:
-    header = ("case", "gradient", "error of the mean", "z", "")
-    for report in reports:
-        rows = [
-            (
-                *(entry.case, entry.gradient, f"{entry.error:.1e}"),
-                "" if entry.z is None else f"{entry.z:.1f}",
-                "ok" if entry.ok else "BIASED",
-            )
-            for entry in report.entries
-        ]
-        verdict = "unbiased" if report.ok else "BIASED"
-        show_table(f"{report.subject}: {verdict} ({report.method})", header, rows)
-
-
-def _show_measure(report: MeasureReport) -> None:
-    say(report.headline())
-    if report.variance.layers:
-        show_table("V by the layer that injected it", *report.layer_cells())
-    if report.nodes:
-        show_table("Prop. 2.2: variance = local + propagated", *report.node_cells())
-
-
-def _show_plan(report: PlanReport) -> None:
-    show_table("What a sketch would save, layer by layer", *report.cells())
-    say(report.conclusion())
+        show(report.headline(), report.tables())
+    if options.plot:
+        plot(options.plot)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..core.table import Column, Table, words
 from ..layers.select import sketchable_layers
-from ..meters import Estimate, measure_variance
-from ..meters.restore import sketched
-from ..sketches import Sketch
+from ..meters import Estimate
+from ..meters.noise.estimate import divide
+from ..meters.noise.passes import Gradients
+from ..meters.noise.variance import variance_of
+from ..meters.restore import restored
+from ..sketches import AnySketch
 from .specs import Task, UsageError, train
 
 PLACES = ("first", "last", "all")
@@ -49,27 +53,34 @@ class LocationReport:
     def budgets(self) -> list[float]:
         return sorted({point.budget for point in self.points})
 
-    def cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        header = ("step", "method", "kept", *(f"V/σ², {place}" for place in PLACES), "last/first")
-        rows = []
+    def headline(self) -> str:
+        return ""
+
+    def tables(self) -> list[Table]:
+        """A row for each method, budget and age; ``>`` marks a lower bound."""
+        columns = (
+            *(Column("step"), words("method"), Column("kept", "g")),
+            *(Column(f"V/σ², {place}") for place in PLACES),
+            Column("last/first", ".2f"),
+        )
+        here: dict[tuple[int, str, float], dict[str, LocationPoint]] = {}
         for point in self.points:
-            if point.place != PLACES[0]:
-                continue
-            key = (point.method, point.budget, point.steps)
-            here = {p.place: p for p in self.points if (p.method, p.budget, p.steps) == key}
-            first, last = here["first"].relative.value, here["last"].relative.value
-            ratio = f"{last / first:.2f}" if first else "-"
-            shown = [
-                ("" if here[place].reliable else "> ") + str(here[place].relative)
-                for place in PLACES
-            ]
-            rows.append((str(point.steps), point.method, f"{point.budget:g}", *shown, ratio))
-        return header, rows
+            here.setdefault((point.steps, point.method, point.budget), {})[point.place] = point
+        rows = [
+            (
+                *key,
+                *(("" if p.reliable else "> ") + str(p.relative) for p in map(at.get, PLACES) if p),
+                divide(at["last"].relative.value, at["first"].relative.value),
+            )
+            for key, at in here.items()
+        ]
+        title = f"V/σ² by place: first is {self.first!r}, last is {self.last!r}"
+        return [Table(title, columns, rows)]
 
 
 def measure_location(
     task: Task,
-    methods: Sequence[Sketch],
+    methods: Sequence[AnySketch],
     budgets: Sequence[float],
     ages: Sequence[int],
     *,
@@ -90,10 +101,10 @@ def measure_location(
     for age in sorted(ages):
         train(task, age - trained, learning_rate)
         trained = age
-        held = [task.draw() for _ in range(batches)]
+        held = task.take(batches)
         for method in methods:
             for budget in budgets:
-                sketch = replace(method, budget=budget)
+                sketch = method.with_budget(budget)
                 for place in PLACES:
                     found = _measure(task, dict.fromkeys(where[place], sketch), held, draws, seed)
                     points.append(LocationPoint(_name(method), budget, place, age, **found))
@@ -101,12 +112,11 @@ def measure_location(
 
 
 def _measure(
-    task: Task, sketch: dict[str, Sketch | None], held: list[Any], draws: int | None, seed: int
+    task: Task, sketch: dict[str, AnySketch | None], held: list[Any], draws: int | None, seed: int
 ) -> dict[str, Any]:
-    with sketched(task.model, sketch):
-        report = measure_variance(
-            task.model, task.loss_fn, held, draws=draws, nodes=False, seed=seed
-        )
+    with restored(task.model, sketch) as buffers:
+        gradients = Gradients(task.model, task.loss_fn, buffers, seed)
+        report = variance_of(gradients, held, draws=draws, split=True, nodes=False)
     return {
         "relative": report.relative,
         "added": report.added,
@@ -116,7 +126,7 @@ def _measure(
     }
 
 
-def _name(method: Sketch) -> str:
+def _name(method: AnySketch) -> str:
     """The sketch without its budget."""
     shown = repr(method).partition("(")
     options = shown[2].partition(", ")[2].rstrip(")")

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from ..meters import BenchReport, MeasureReport, PlanReport
+from ..report.charts import Chart
 from .location import LocationReport
 from .specs import UsageError
 
+STYLES = {
+    "exact": "#999999",
+    "sketched": "#0072b2",
+    "good": "#009e73",
+    "bad": "#d55e00",
+    "local": "#0072b2",
+    "propagated": "#e69f00",
+    "shared": "#8ab8dd",
+}
 COLOURS = {"first": "#0072b2", "last": "#d55e00", "all": "#444444"}
 
 
@@ -30,41 +40,29 @@ def _save(figure: Any, path: str) -> None:
     _pyplot().close(figure)
 
 
-def plot_measure(report: MeasureReport, path: str) -> None:
-    """V by the layer that injected it, relative to σ²."""
-    lines = report.variance.layers
-    figure, axes = _bars([line.layer for line in lines], len(lines))
-    values = [line.relative.value for line in lines]
-    axes.barh(range(len(lines)), values, xerr=[line.relative.draw_error for line in lines])
-    axes.set_xlabel("V/σ² injected by the layer")
-    axes.set_title(f"V/σ² = {report.relative}", fontsize=10)
-    _save(figure, path)
-
-
-def plot_plan(report: PlanReport, path: str) -> None:
-    """Exact and sketched time of each layer's backward."""
-    lines = report.layers
-    figure, axes = _bars([line.layer for line in lines], len(lines))
-    exact = [1e3 * line.seconds for line in lines]
-    kept = [1e3 * (line.seconds - line.saved_seconds) for line in lines]
-    axes.barh([i - 0.2 for i in range(len(lines))], exact, 0.4, label="exact", color="#999999")
-    colours = ["#009e73" if line.worth else "#d55e00" for line in lines]
-    axes.barh(
-        [i + 0.2 for i in range(len(lines))], kept, 0.4, label=repr(report.sketch), color=colours
-    )
-    axes.set_xlabel("backward, ms")
-    axes.legend(frameon=False)
-    _save(figure, path)
-
-
-def plot_bench(report: BenchReport, path: str) -> None:
-    """Sketched over exact time for each shape."""
-    names = [f"{' × '.join(map(str, line.shape))}  {line.sketch}" for line in report.lines]
-    figure, axes = _bars(names, len(names))
-    ratios = [line.times.ratio for line in report.lines]
-    axes.barh(range(len(names)), ratios, xerr=[line.times.ratio_error for line in report.lines])
-    axes.axvline(1, color="#444444", linewidth=1)
-    axes.set_xlabel("sketched / exact backward time")
+def plot_bars(chart: Chart, path: str) -> None:
+    """The chart that the HTML report shows, as a picture."""
+    rows = chart.rows
+    figure, axes = _pyplot().subplots(figsize=(7, 1.2 + 0.3 * len(rows)), layout="constrained")
+    for y, row in enumerate(rows):
+        start, thick = 0.0, 0.8 if row.stacked else 0.8 / max(1, len(row.parts))
+        for i, part in enumerate(row.parts):
+            offset = 0.0 if row.stacked else (i + 0.5) * thick - 0.4
+            last = part is row.parts[-1]
+            error = row.error if last and math.isfinite(row.error) and row.error else None
+            bar = {"left": start, "xerr": error, "color": STYLES[part.style]}
+            axes.barh(y + offset, part.value, thick, **bar)
+            start += part.value if row.stacked else 0.0
+    axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    if chart.mark is not None:
+        axes.axvline(chart.mark, color="#444444", linewidth=1)
+    for style, text in chart.legend:
+        axes.barh([], [], color=STYLES[style], label=text)
+    if chart.legend:
+        axes.legend(frameon=False)
+    axes.set_xlabel(chart.unit)
+    axes.set_title(chart.title, fontsize=10)
     _save(figure, path)
 
 
@@ -120,10 +118,3 @@ def plot_location(report: LocationReport, path: str) -> None:
         axes.set_xlabel("kept fraction")
     grid[0][0].legend(frameon=False, fontsize=7)
     _save(figure, path)
-
-
-def _bars(names: list[str], count: int) -> tuple[Any, Any]:
-    figure, axes = _pyplot().subplots(figsize=(7, 1.2 + 0.3 * count), layout="constrained")
-    axes.set_yticks(range(count), [name or "(model)" for name in names], fontsize=8)
-    axes.invert_yaxis()
-    return figure, axes

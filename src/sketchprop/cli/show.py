@@ -1,14 +1,16 @@
-"""Tables for people (with rich where it is installed) and JSON for programs."""
+"""Reports for people (with rich where it is installed), JSON for programs, progress for both."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
-from ..core.table import table
+from ..core.table import Table
 from ..meters.measure import plain_data
 
 
@@ -22,25 +24,34 @@ def complain(text: str) -> None:
     sys.stderr.write(f"sketchprop: {text}\n")
 
 
-def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Names and words to the left, numbers to the right."""
-    columns = list(zip(*rows, strict=True))
-    aligned = ["<" if i == 0 or _is_text(column) else ">" for i, column in enumerate(columns)]
+def show(headline: str, tables: Iterable[Table]) -> None:
+    """The answer first, then every table that has rows."""
+    if headline:
+        say(headline + "\n")
+    for table in tables:
+        if table.rows:
+            _show_table(table)
+
+
+def _show_table(table: Table) -> None:
     try:
         from rich import box
         from rich.console import Console
         from rich.markup import escape
-        from rich.table import Table
+        from rich.table import Table as Pretty
     except ImportError:
-        say(f"{title}\n{table(header, rows, ''.join(aligned))}\n")
+        say(f"{table}\n")
         return
     # In a file or a pipe nothing is known about the width: cutting cells would lose data.
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 240)
-    pretty = Table(title=escape(title), box=box.SIMPLE_HEAVY, title_justify="left")
-    for name, side in zip(header, aligned, strict=True):
-        pretty.add_column(escape(name), justify="left" if side == "<" else "right")
-    for row in rows:
+    pretty = Pretty(box=box.SIMPLE_HEAVY)
+    for column in table.columns:
+        pretty.add_column(escape(column.title), justify="left" if column.align == "<" else "right")
+    for row in table.cells():
         pretty.add_row(*map(escape, row))
+    for text in (table.title, table.note):
+        if text:
+            console.print(escape(text), highlight=False)
     console.print(pretty)
 
 
@@ -53,5 +64,45 @@ def write_json(data: Any, target: str) -> None:
         Path(target).write_text(text + "\n", encoding="utf-8")
 
 
-def _is_text(column: Sequence[str]) -> bool:
-    return not any(cell.strip()[:1].isdigit() or cell.startswith("-") for cell in column)
+class Progress:
+    """What is being done and how long it will take: one line that is redrawn on a terminal, and
+    a line now and then anywhere else."""
+
+    def __init__(self, stream: Any, redraw: float = 0.2, repeat: float = 10.0) -> None:
+        self._stream, self._live = stream, stream.isatty()
+        self._every = redraw if self._live else repeat
+        self._stage = ""
+        self._start = self._drawn = monotonic()
+
+    def stage(self, name: str) -> None:
+        self._stage, self._start = name, monotonic()
+        if self._live:
+            self._draw("")
+
+    def share(self, done: float) -> None:
+        """``done`` of this stage, from 0 to 1."""
+        now = monotonic()
+        if now - self._drawn >= self._every and done > 0:
+            left = (now - self._start) * (1 - done) / done
+            self._draw(f": {100 * done:.0f} %, {left:.0f} s left")
+
+    def clear(self) -> None:
+        if self._live:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def _draw(self, detail: str) -> None:
+        self._drawn = monotonic()
+        text = self._stage + detail
+        self._stream.write(f"\r\x1b[K{text}" if self._live else f"sketchprop: {text}\n")
+        self._stream.flush()
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """A line that is gone when the work is done, or has failed."""
+    line = Progress(sys.stderr)
+    try:
+        yield line
+    finally:
+        line.clear()

@@ -5,20 +5,21 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .. import sketches as built_in_sketches
 from ..data import mnist, normalised
 from ..meters.noise.passes import Loss
-from ..sketches import Sketch
+from ..sketches import AnySketch, Planner, Sketch, Split
 from ..zoo import Bert, ViT, mlp
 
 
@@ -26,14 +27,46 @@ class UsageError(ValueError):
     """What was typed cannot be understood; exit code 2."""
 
 
-@dataclass(frozen=True)
 class Task:
-    """A model, its loss and its batches."""
+    """A model, its loss, and batches as training draws them; they may be endless."""
 
-    model: nn.Module
-    loss_fn: Loss
-    draw: Callable[[], Any]
-    """A new batch as training would draw it."""
+    def __init__(self, model: nn.Module, loss_fn: Loss, batches: Iterable[Any]) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self._batches = batches
+        self.stream = self._epochs()
+        """For training: begins anew where the batches end."""
+
+    def take(self, count: int) -> list[Any]:
+        """For measuring: at most ``count`` batches from a new pass, each only once."""
+        taken = list(islice(iter(self._batches), count))
+        # All are held, so that an id means one object.
+        different = {tuple(map(id, tree_leaves(batch))): batch for batch in taken}
+        if not different:
+            raise UsageError("the factory's batches are empty, or used up by --steps; give more")
+        return list(different.values())
+
+    def _epochs(self) -> Iterator[Any]:
+        while True:
+            batch = None
+            for batch in self._batches:
+                yield batch
+            if batch is None:
+                raise UsageError("the factory's batches end before --steps do; give a list")
+
+
+class Random:
+    """Endless batches, each drawn when it is asked for."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._draw()
+
+
+Kinds = tuple[type, ...]
 
 
 def sketch_names() -> list[str]:
@@ -43,25 +76,82 @@ def sketch_names() -> list[str]:
     ]
 
 
-def parse_sketch(text: str) -> Sketch:
-    """``"L1(0.1)"``, ``"L1(0.1, root=True)"``, or ``"module:Mine(0.1)"`` from the user's code."""
-    path, _, expression = text.rpartition(":")
-    scope = load_module(path) if path else built_in_sketches
-    found = _resolve(expression.strip(), scope, text)
-    if isinstance(found, type) and issubclass(found, Sketch):
-        name = found.__name__
-        raise UsageError(f"{text!r} has no budget; type for example {name}(0.1)")
-    if not isinstance(found, Sketch):
-        raise UsageError(f"{text!r} is a {type(found).__name__}, not a sketch; try L1(0.1)")
-    return found
+def parse_planner(text: str) -> Planner:
+    """``"Every(50)"``, or a planner of the user's own."""
+    planner: Planner = _parse(text, (Planner,), "a planner, for example Every(50)")
+    return planner
 
 
-def parse_sketches(texts: Sequence[str]) -> Sketch | dict[str, Sketch | None]:
+def parse_sketch(text: str) -> AnySketch:
+    """``"L1(0.1)"``, ``"L1(0.1, root=True)"``, or ``"module:Mine(0.1)"`` from the user's code.
+
+    Nothing is evaluated: names of sketches are looked up and called with literals, or with
+    further sketches; anything else is refused before it could run.
+    """
+    sketch: AnySketch = _parse(text, (Sketch, Split), "a sketch, for example L1(0.1)")
+    return sketch
+
+
+def _parse(text: str, kinds: Kinds, wanted: str) -> Any:
+    named = re.fullmatch(r"([\w.]+):(.+)", text.strip())
+    path, expression = named.groups() if named else ("", text.strip())
+    try:
+        node = ast.parse(expression, mode="eval").body
+    except SyntaxError:
+        raise UsageError(f"{text!r} is not {wanted}") from None
+    scopes = [built_in_sketches] if not path else [load_module(path), built_in_sketches]
+    if isinstance(node, ast.Name):
+        known = _look_up(node.id, scopes, text, kinds, wanted)
+        if isinstance(known, kinds):
+            return known
+        raise UsageError(f"{text!r} has no budget; type for example {known.__name__}(0.1)")
+    if not isinstance(node, ast.Call):
+        raise UsageError(f"{text!r} is not {wanted}")
+    return _build(node, scopes, text, kinds, wanted)
+
+
+def _build(node: ast.Call, scopes: Sequence[Any], text: str, kinds: Kinds, wanted: str) -> Any:
+    def value(part: ast.expr) -> Any:
+        if isinstance(part, ast.Call):
+            return _build(part, scopes, text, kinds, wanted)
+        return ast.literal_eval(part)
+
+    if not isinstance(node.func, ast.Name):
+        raise UsageError(f"{text!r} is not {wanted}")
+    kind = _look_up(node.func.id, scopes, text, kinds, wanted)
+    if isinstance(kind, kinds):
+        raise UsageError(f"{text!r} calls a sketch that is made already; leave out the brackets")
+    try:
+        args = [value(part) for part in node.args]
+        options = {str(keyword.arg): value(keyword.value) for keyword in node.keywords}
+        made = kind(*args, **options)
+    except UsageError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{text}: {error}") from error
+    return made
+
+
+def _look_up(name: str, scopes: Sequence[Any], text: str, kinds: Kinds, wanted: str) -> Any:
+    """A class of sketches, or a sketch; nothing else that a module may hold."""
+    known = next((getattr(s, name) for s in scopes if hasattr(s, name)), None)
+    if known is None:
+        names = ", ".join(sketch_names())
+        raise UsageError(f"{name!r} is unknown in {text!r}; built-in sketches are {names}")
+    if isinstance(known, kinds) or (isinstance(known, type) and issubclass(known, kinds)):
+        return known
+    raise UsageError(
+        f"{name!r} in {text!r} is a {type(known).__name__}, not {wanted}, or a class derived from "
+        f"sketchprop.{kinds[0].__name__}"
+    )
+
+
+def parse_sketches(texts: Sequence[str]) -> AnySketch | dict[str, AnySketch | None]:
     """One sketch, or ``PATTERN=SKETCH`` several times; ``PATTERN=exact`` leaves layers alone."""
     pairs = [_pattern(text) for text in texts]
     if len(pairs) == 1 and pairs[0][0] is None:
         return parse_sketch(texts[0])
-    chosen: dict[str, Sketch | None] = {}
+    chosen: dict[str, AnySketch | None] = {}
     for pattern, text in pairs:
         if pattern is None:
             raise UsageError(f"{text!r}: with several --sketch each needs a pattern, 'fc*={text}'")
@@ -93,7 +183,7 @@ def load_task(name: str, data: str, batch_size: int, seed: int) -> Task:
     make, random_batch, takes_images = MODELS[name]
     model = make()
     if data == "random":
-        return Task(model, cross_entropy, lambda: random_batch(batch_size))
+        return Task(model, cross_entropy, Random(lambda: random_batch(batch_size)))
     if not takes_images:
         raise UsageError(f"--data mnist fits the models mlp and mlp4, not {name}")
     images, labels = mnist()
@@ -103,7 +193,7 @@ def load_task(name: str, data: str, batch_size: int, seed: int) -> Task:
         chosen = torch.randint(len(labels), (batch_size,))
         return rows[chosen], labels[chosen]
 
-    return Task(model, cross_entropy, draw)
+    return Task(model, cross_entropy, Random(draw))
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -116,9 +206,9 @@ def train(task: Task, steps: int, learning_rate: float) -> None:
     """Plain exact SGD: sketches are measured at a point of training, not only at its start."""
     optimizer = torch.optim.SGD(task.model.parameters(), learning_rate)
     task.model.train()
-    for _ in range(steps):
+    for batch in islice(task.stream, steps):
         optimizer.zero_grad()
-        torch.autograd.backward(task.loss_fn(task.model, task.draw()))
+        torch.autograd.backward(task.loss_fn(task.model, batch))
         optimizer.step()
     optimizer.zero_grad()
 
@@ -134,11 +224,9 @@ def _user_task(name: str) -> Task:
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
         raise UsageError(
             f"{name} returned {type(made).__name__}; return (model, loss_fn, batches) with "
-            "loss_fn(model, batch) a scalar tensor and batches a list"
+            "loss_fn(model, batch) a scalar tensor and batches a list or a loader"
         )
-    model, loss_fn, batches = made
-    stream: Iterator[Any] = cycle(list(batches))
-    return Task(model, loss_fn, lambda: next(stream))
+    return Task(*made)
 
 
 def _digits(count: int) -> tuple[Tensor, Tensor]:
@@ -163,32 +251,11 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Any], bool]]
 
 
 def _concrete(value: Any) -> bool:
+    if value is Split:
+        return True
     return isinstance(value, type) and issubclass(value, Sketch) and not value.__abstractmethods__
 
 
 def _pattern(text: str) -> tuple[str | None, str]:
     head, equals, tail = text.partition("=")
     return (head.strip(), tail.strip()) if equals and "(" not in head else (None, text)
-
-
-def _resolve(expression: str, scope: Any, text: str) -> Any:
-    """A name, or a call of one with literal arguments: nothing else is evaluated."""
-    try:
-        node = ast.parse(expression, mode="eval").body
-        called = isinstance(node, ast.Call)
-        name = node.func if isinstance(node, ast.Call) else node
-        if not isinstance(name, ast.Name):
-            raise SyntaxError
-        args = [ast.literal_eval(a) for a in node.args] if isinstance(node, ast.Call) else []
-        keywords = node.keywords if isinstance(node, ast.Call) else []
-        options = {str(k.arg): ast.literal_eval(k.value) for k in keywords}
-    except (SyntaxError, ValueError):
-        raise UsageError(f"{text!r} is not a sketch; type for example 'L1(0.1)'") from None
-    found = getattr(scope, name.id, None)
-    if found is None:
-        known = ", ".join(sketch_names())
-        raise UsageError(f"{name.id!r} is unknown in {text!r}; built-in sketches are {known}")
-    try:
-        return found(*args, **options) if called else found
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{text}: {error}") from error

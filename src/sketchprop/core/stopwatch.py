@@ -2,34 +2,78 @@
 
 from __future__ import annotations
 
+import gc
 import platform
+import random
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
+class Prepared(NamedTuple):
+    """Work whose first part is not timed, a forward pass for example."""
+
+    prepare: Callable[[], Any]
+    run: Callable[[Any], object]
+
+
+Work = Callable[[], Any] | Prepared
+
+
 def in_turns(
-    actions: Sequence[Callable[[], Any]], rounds: int, device: torch.device
+    actions: Sequence[Work],
+    rounds: int | tuple[int, int],
+    device: torch.device,
+    seconds: float = 0.0,
 ) -> list[list[float]]:
-    """Seconds of each action in each round, after one round of warming up."""
-    if rounds < 1:
+    """Seconds of each action in each round, after one round of warming up.
+
+    ``rounds``: how many, or the least and the most of them: within these it goes on until
+    ``seconds`` are used up. The order changes from round to round: what ran just before decides
+    what is in the caches, and in a fixed order that would favour one action in every round.
+    """
+    least, most = (rounds, rounds) if isinstance(rounds, int) else rounds
+    if least < 1:
         raise ValueError(f"rounds={rounds} times nothing; give at least 1")
-    seconds: list[list[float]] = [[] for _ in actions]
-    for turn in range(rounds + 1):
-        for action, taken in zip(actions, seconds, strict=True):
-            elapsed = seconds_of(action, device)
-            if turn:
-                taken.append(elapsed)
-    return seconds
+    times: list[list[float]] = [[] for _ in actions]
+    order = random.Random(0)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        _one_round(actions, range(len(actions)), device)
+        start = perf_counter()
+        done = 0
+        while done < least or (done < most and perf_counter() - start < seconds):
+            turn = order.sample(range(len(actions)), len(actions))
+            for i, elapsed in _one_round(actions, turn, device):
+                times[i].append(elapsed)
+            done += 1
+    finally:
+        if collecting:
+            gc.enable()
+    return times
 
 
-def seconds_of(action: Callable[[], Any], device: torch.device) -> float:
-    """One run of ``action``, with the device's queue empty before and after."""
+def _one_round(
+    actions: Sequence[Work], turn: Sequence[int], device: torch.device
+) -> list[tuple[int, float]]:
+    # All preparations come first: a forward pass right before would leave every cache full of
+    # its own, which the backward of one layer among many does not meet.
+    ready = [work.prepare() if isinstance(work, Prepared) else None for work in actions]
+    return [(i, _seconds_of(actions[i], ready, i, device)) for i in turn]
+
+
+def _seconds_of(work: Work, ready: list[Any], i: int, device: torch.device) -> float:
+    """One run, with the device's queue empty before and after."""
+    given, ready[i] = ready[i], None  # a graph is freed as soon as its backward has run
     synchronise(device)
     start = perf_counter()
-    action()
+    if isinstance(work, Prepared):
+        work.run(given)
+    else:
+        work()
     synchronise(device)
     return perf_counter() - start
 

@@ -1,21 +1,98 @@
-"""Plain text tables for reports: no dependency, no terminal needed."""
+"""Tables of reports: described once, shown as text here, by rich and in HTML elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
-Cells = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""A header and the rows under it."""
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, and how the values below it are written.
+
+    ``form`` is a format specification for numbers, which are multiplied by ``scale`` before;
+    ``None`` is written as a dash, all else by ``str``.
+
+    >>> Column("ms", ".1f", scale=1e3).write(0.0123), Column("ms", ".1f").write(None)
+    ('12.3', '-')
+    """
+
+    title: str
+    form: str = ""
+    scale: float = 1
+    align: Literal["<", ">"] = ">"
+    empty: str = ""
+    """What stands for an empty text."""
+
+    def write(self, value: Any) -> str:
+        if value is None:
+            return "-"
+        if self.form and isinstance(value, int | float):
+            return format(value * self.scale, self.form)
+        text = " × ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        return text or self.empty
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "") -> str:
-    """Aligned columns under a rule; ``align`` has ``<`` or ``>`` for each column."""
-    align = align or "<" * len(header)
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+def words(title: str) -> Column:
+    """A column of text, to the left."""
+    return Column(title, align="<")
 
-    def line(cells: Sequence[str]) -> str:
-        return "  ".join(
-            f"{c:{a}{w}}" for c, a, w in zip(cells, align, widths, strict=True)
-        ).rstrip()
 
-    return "\n".join([line(header), "─" * len(line(header)), *map(line, rows)])
+LAYER = Column("layer", align="<", empty="(model)")
+"""The names of layers; the whole model's is empty."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a report has to show: columns, rows of values, a title and a note.
+
+    >>> print(Table("Times", (words("layer"), Column("ms", ".1f")), [("a", 2.0), ("b", 30.25)]))
+    Times
+    layer    ms
+    ───────────
+    a       2.0
+    b      30.2
+    """
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: Sequence[Sequence[Any]]
+    note: str = ""
+    """A sentence or two on what can be seen."""
+
+    @property
+    def header(self) -> list[str]:
+        return [column.title for column in self.columns]
+
+    def cells(self) -> Iterator[list[str]]:
+        """The rows as text."""
+        for row in self.rows:
+            yield [c.write(value) for c, value in zip(self.columns, row, strict=True)]
+
+    def __str__(self) -> str:
+        lines = [self.header, *self.cells()]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        shown = [
+            "  ".join(
+                f"{cell:{column.align}{width}}"
+                for cell, column, width in zip(cells, self.columns, widths, strict=True)
+            ).rstrip()
+            for cells in lines
+        ]
+        head = [text for text in (self.title, self.note) if text]
+        return "\n".join([*head, shown[0], "─" * len(shown[0]), *shown[1:]])
+
+
+class Report(Protocol):
+    """What can be shown: the answer first, then tables."""
+
+    def headline(self) -> str: ...
+
+    def tables(self) -> Sequence[Table]: ...
+
+
+def as_text(report: Report) -> str:
+    """The headline and every table that has rows."""
+    parts = [report.headline(), *(str(t) for t in report.tables() if t.rows)]
+    return "\n\n".join(part for part in parts if part)

@@ -6,11 +6,13 @@ Decisions are remembered in a file, so that the next run on the same machine nee
 from __future__ import annotations
 
 import json
-import os
+import math
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,14 +22,15 @@ from torch import Tensor, nn
 
 from .._version import __version__
 from ..core.cache import cache_folder
-from ..core.stopwatch import cpu_name, in_turns, seconds_of
-from ..sketches import Every, Sketch, Split
+from ..core.stopwatch import cpu_name, in_turns
+from ..sketches import AnySketch, Every
+from .isolation import alone, random_state_kept, twin
 from .sketched import SketchedModule
 
 MARGIN = 0.97
 """A layer is sketched where that takes less than this share of the exact time."""
 
-_SECONDS_A_LAYER = 0.3
+_SECONDS = 0.3
 _ROUNDS = (5, 40)
 
 
@@ -60,7 +63,7 @@ class Judge:
         self.decisions: dict[tuple[Any, ...], Decision] = {}
         self.latest = False
         """The last decision: what a graph that is being compiled takes for good."""
-        self._sketch: Sketch | Split | None = None
+        self._sketch: AnySketch | None = None
         self._timer = timer
 
     def __call__(self, layer: SketchedModule, inputs: Sequence[Any]) -> bool:
@@ -99,52 +102,44 @@ class Judge:
 def time_layer(layer: nn.Module, inputs: Sequence[Any]) -> Decision:
     """Times forward and backward of ``layer`` both ways, in turns, on inputs like these.
 
-    Nothing is left behind: no gradient, no hook run, no remembered plan, the generators as before.
+    A twin is timed, so that nothing is left behind: no gradient, no hook run, no remembered atoms,
+    the generators as before.
     """
     assert isinstance(layer, SketchedModule)
     device = inputs[0].device
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with random_state_kept(), alone():
+        other = twin(layer)
+        state = other.sketching
+        state.judge, state.accumulate = None, False
+        state.forget()
         copies = [_like(x) for x in inputs]
-    leaves = [x for x in copies if isinstance(x, Tensor) and x.requires_grad]
-    leaves += [p for p in layer.parameters() if p.requires_grad]
-    if not leaves:
-        return Decision(1.0, 0.0, 0.0)
-    state = layer.sketching
-    planner = None if state.planner is None else state.planner.anew()
-    trial = replace(state, judge=None, planner=planner, parts={}, accumulate=False)
+        leaves = [x for x in (*copies, *other.parameters()) if _differentiable(x)]
+        if not leaves:
+            return Decision(1.0, 0.0, 0.0)
 
-    def run(exact: bool) -> None:
-        trial.exact = exact
-        out = layer.forward(*copies)
-        out = out[0] if isinstance(out, tuple) else out
-        torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
+        def run(exact: bool) -> None:
+            state.exact = exact
+            out = other.forward(*copies)
+            out = out[0] if isinstance(out, tuple) else out
+            torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
 
-    try:
-        layer.__dict__["sketching"] = trial
-        with torch.random.fork_rng(devices), torch.enable_grad():
-            actions = [lambda: run(True), lambda: run(False)]
-            warm = max(seconds_of(actions[0], device), seconds_of(actions[1], device), 1e-6)
-            low, high = _ROUNDS
-            rounds = min(high, max(low, int(_SECONDS_A_LAYER / (2 * warm))))
-            exact, sketched = in_turns(actions, rounds, device)
-            extra = _planning_seconds(layer, actions[1], median(sketched), device)
-    finally:
-        layer.__dict__["sketching"] = state
+        def run_with_new_atoms() -> None:
+            state.forget()
+            run(False)
+
+        both = [partial(run, True), partial(run, False)]
+        exact, sketched = in_turns(both, _ROUNDS, device, _SECONDS)
+        extra = 0.0
+        if isinstance(state.planner, Every):  # new atoms, spread over the steps that they serve
+            (new,) = in_turns([run_with_new_atoms], 1, device)
+            extra = max(0.0, new[0] - median(sketched)) / state.planner.steps
     ratio = median(s / max(e, 1e-9) for e, s in zip(exact, sketched, strict=True))
     ratio += extra / max(median(exact), 1e-9)
     return Decision(ratio, 1e3 * median(exact), 1e3 * (median(sketched) + extra))
 
 
-def _planning_seconds(
-    layer: SketchedModule, action: Callable[[], None], usual: float, device: torch.device
-) -> float:
-    """What a new plan costs, spread over the steps that it serves."""
-    state = layer.sketching
-    if not isinstance(state.planner, Every):
-        return 0.0
-    state.planner = state.planner.anew()
-    return max(0.0, seconds_of(action, device) - usual) / state.planner.steps
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _like(x: Any) -> Any:
@@ -167,6 +162,7 @@ def _key(layer: SketchedModule, inputs: Sequence[Any]) -> str:
         [
             type(layer).__name__,
             layer.extra_repr(),
+            repr(layer.sketching.planner),
             "trains " + " ".join(wanted),
             *(f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.requires_grad}" for x in tensors),
             f"{device.type} {hardware} {torch.get_num_threads()} threads",
@@ -179,26 +175,36 @@ def _key(layer: SketchedModule, inputs: Sequence[Any]) -> str:
 def _read_cache() -> dict[str, dict[str, float]]:
     try:
         content = json.loads(cache_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    fits = {"ratio", "exact_ms", "sketched_ms"}
     if not isinstance(content, dict):
         return {}
-    return {k: v for k, v in content.items() if isinstance(v, dict) and set(v) == fits}
+    return {name: entry for name, entry in content.items() if _is_decision(entry)}
+
+
+def _is_decision(entry: Any) -> bool:
+    if not isinstance(entry, dict) or set(entry) != {"ratio", "exact_ms", "sketched_ms"}:
+        return False
+    return all(type(x) in (int, float) and math.isfinite(x) and x >= 0 for x in entry.values())
 
 
 def _write_cache(name: str, decision: Decision) -> None:
     """Adds one decision; a reader never sees half a file."""
     path = cache_file()
     content = {**_read_cache(), name: vars(decision)}
+    partial_file: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
         ) as file:
+            partial_file = Path(file.name)
             json.dump(content, file, indent=1)
-        os.replace(file.name, path)
+        partial_file.replace(path)
     except OSError as error:
+        if partial_file is not None:
+            with suppress(OSError):
+                partial_file.unlink(missing_ok=True)
         warnings.warn(
             f"timings of sketched layers are not remembered: {error}; name a folder that can be "
             "written in SKETCHPROP_CACHE",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,14 +12,14 @@ from torch import Tensor, nn
 
 from ..core.cost import Cost, Size
 from ..ops import sketched_linear
-from ..sketches import Planner, Sketch, Split
+from ..sketches import AnySketch, Planner
 
 
 @dataclass(eq=False)
 class Sketching:
     """The state of one sketched layer: all that ``sketch_`` adds and ``unsketch_`` takes away."""
 
-    sketch: Sketch | Split
+    sketch: AnySketch
     planner: Planner | None = None
     """Makes the atoms; ``None``: new ones in each step."""
     exact: bool = False
@@ -50,6 +51,12 @@ class Sketching:
             if planner is not None:
                 planner.forget()
 
+    def copied(self) -> Sketching:
+        """The same state, with memories of its own."""
+        twin = deepcopy(self)
+        twin.exact = self.exact
+        return twin
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy made inside an `exact` block is not in that block.
         return {**self.__dict__, "exact": False}
@@ -65,7 +72,7 @@ class SketchedModule:
     training: bool
 
     @property
-    def sketch(self) -> Sketch | Split:
+    def sketch(self) -> AnySketch:
         """What the layer's backward is sketched by."""
         return self.sketching.sketch
 
@@ -81,7 +88,7 @@ class SketchedModule:
         return f"{own}, sketch={self.sketch!r}" if own else f"sketch={self.sketch!r}"
 
     @classmethod
-    def left_exact(cls, layer: nn.Module, sketch: Sketch | Split) -> str:
+    def left_exact(cls, layer: nn.Module, sketch: AnySketch) -> str:
         """Why ``sketch`` cannot take this very layer; empty if it can."""
         return ""
 

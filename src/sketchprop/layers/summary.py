@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from ..core.cost import Size
-from ..core.table import table
-from ..sketches import Sketch, Split
+from ..core.table import LAYER, Column, Table, as_text, words
+from ..sketches import AnySketch
 from .faster import Judge
 from .known import BUILT_IN, sketched_class
 from .sketched import SketchedModule
@@ -23,7 +23,7 @@ class LayerSummary:
     name: str
     kind: str
     shape: tuple[int, ...]
-    sketch: Sketch | Split | None
+    sketch: AnySketch | None
     kept: float
     """The share of atoms that the draw keeps, 1.0 for an exact layer."""
     flops: float
@@ -44,31 +44,25 @@ class Summary:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __str__(self) -> str:
-        header = (
-            "layer",
-            "kind",
-            "shape",
-            "sketch",
-            "kept",
-            f"FLOPs at {self.rows} rows",
-            "saved",
-            "note",
+    def headline(self) -> str:
+        return ""
+
+    def tables(self) -> list[Table]:
+        columns = (
+            *(LAYER, words("kind"), words("shape"), words("sketch"), Column("kept", ".3f")),
+            *(Column(f"FLOPs at {self.rows} rows", ".3f"), Column("saved", ".3f"), words("note")),
         )
-        cells = [
+        rows = [
             (
-                layer.name or "(model)",
-                layer.kind,
-                " × ".join(map(str, layer.shape)),
-                "exact" if layer.sketch is None else repr(layer.sketch),
-                f"{layer.kept:.3f}",
-                f"{layer.flops:.3f}",
-                f"{layer.saved:.3f}",
-                layer.note,
+                *(layer.name, layer.kind, layer.shape, layer.sketch or "exact", layer.kept),
+                *(layer.flops, layer.saved, layer.note),
             )
             for layer in self.layers
         ]
-        return table(header, cells, "<<<<>>><")
+        return [Table("", columns, rows)]
+
+    def __str__(self) -> str:
+        return as_text(self)
 
 
 def summary(model: nn.Module, rows: int = 128) -> Summary:

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from ..sketches import Planner, Sketch, Split
+from ..sketches import AnySketch, Planner, Sketch, Split
 from .faster import Judge
 from .known import BUILT_IN, sketched_class
 from .select import Layers, Predicate, Selector, as_selector, everything, last, sketchable_layers
@@ -22,7 +22,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def sketch_(
     model: Model,
-    sketch: Sketch | Split | Mapping[str, Sketch | Split | None],
+    sketch: AnySketch | Mapping[str, AnySketch | None],
     filter_fn: Filter | None = None,
     *,
     where: Literal["always", "faster"] = "always",
@@ -62,7 +62,7 @@ def sketch_(
     if where not in ("always", "faster"):
         raise ValueError(f"where={where!r} is unknown; use where='always' or where='faster'")
     layers = sketchable_layers(model)
-    chosen: dict[str, Sketch | Split | None]
+    chosen: dict[str, AnySketch | None]
     if isinstance(sketch, Mapping):
         chosen = _match(layers, sketch, planner)
         rule = as_selector(filter_fn or everything)
@@ -140,7 +140,7 @@ def _restore(module: nn.Module) -> None:
     del module.__dict__["sketching"]
 
 
-def refusal(layer: nn.Module, sketch: Sketch | Split, planner: Planner | None = None) -> str:
+def refusal(layer: nn.Module, sketch: AnySketch, planner: Planner | None = None) -> str:
     """Why ``sketch`` cannot take this layer; empty if it can."""
     sketched = sketched_class(type(layer))
     if sketched is None:
@@ -161,15 +161,15 @@ def refusal(layer: nn.Module, sketch: Sketch | Split, planner: Planner | None = 
 
 
 def _match(
-    layers: Layers, patterns: Mapping[str, Sketch | Split | None], planner: Planner | None
-) -> dict[str, Sketch | Split | None]:
+    layers: Layers, patterns: Mapping[str, AnySketch | None], planner: Planner | None
+) -> dict[str, AnySketch | None]:
     """A sketch for each layer; what a wildcard happens to catch and cannot take stays out."""
     for pattern, s in patterns.items():
         if s is not None and not isinstance(s, Sketch | Split):
             raise TypeError(
                 f"{pattern!r}: {s!r} is not a sketch; give for example L1(0.1), or None"
             )
-    chosen: dict[str, Sketch | Split | None] = {}
+    chosen: dict[str, AnySketch | None] = {}
     refused: dict[str, list[str]] = {pattern: [] for pattern in patterns}
     useful: set[str] = set()
     for name, layer in layers.items():

@@ -5,22 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from time import monotonic
 from typing import Any
 
 from torch import nn
 
-from ..core.table import Cells, table
+from ..core.table import LAYER, Column, Table, as_text, words
 from ..layers.transform import exact
-from ..sketches import Sketch
-from .cost.flops import FlopsReport, measure_flops
-from .cost.memory import MemoryReport, saved_bytes
-from .cost.timing import Times, step_times
+from ..sketches import AnySketch, Planner
+from .cost.flops import FlopsReport, flops_of
+from .cost.memory import MemoryReport, bytes_of
+from .cost.timing import Times, times_of
 from .noise.estimate import Estimate
 from .noise.nodes import NodeVariance
-from .noise.passes import Loss
-from .noise.variance import VarianceReport, measure_variance
-from .restore import sketched
+from .noise.passes import Gradients, Loss
+from .noise.variance import Progress, VarianceReport, variance_of
+from .restore import restored
 from .verdict import Verdict, criterion
+from .words import amount, change_in_words, ratio, with_error
+
+DROWNED = 100
+"""From so many times the steps on, the noise is said to drown the gradient."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,8 @@ class MeasureReport:
         return 1 / (1 + self.relative.value)
 
     def as_dict(self) -> dict[str, Any]:
-        plain: dict[str, Any] = plain_data(self)
         return {
-            **plain,
+            **{field.name: plain_data(getattr(self, field.name)) for field in fields(self)},
             "pays": self.pays,
             "reliable": self.variance.reliable,
             "equivalent_batch": self.equivalent_batch,
@@ -84,85 +88,199 @@ class MeasureReport:
         }
 
     def __str__(self) -> str:
-        return "\n".join([self.headline(), "", self.layer_table(), "", self.node_table()]).rstrip()
+        return as_text(self)
+
+    def answer(self) -> tuple[str, str]:
+        """ "yes", "no" or "open", and the same in a few words."""
+        verdict = self.verdict
+        if not self.variance.reliable:
+            if verdict.pays:
+                return "open", "Not known: more noise than was seen."
+            return "no", "No: it does not pay, and there may be more noise than was seen."
+        if not (verdict.certain or verdict.cost == verdict.change == 1):
+            if math.isfinite(verdict.error):
+                return "open", "Too close to call."
+            tendency = "It pays" if verdict.pays else "It does not pay"
+            return "open", f"{tendency}, as far as two batches can tell."
+        if verdict.pays:
+            return "yes", "Yes: it pays."
+        drowned = ", the noise drowns the gradient" if verdict.steps >= DROWNED else ""
+        return "no", f"No: it does not pay{drowned}."
+
+    def explanation(self) -> list[str]:
+        """Sentences below the answer: cost, noise, both together; what to doubt; by FLOPs."""
+        verdict = self.verdict
+        what = "time" if verdict.basis == "time" else "work (FLOPs)"
+        sentences = [
+            f"A sketched step takes {ratio(verdict.cost)} the {what} of an exact one. Its gradient "
+            f"has {ratio(verdict.steps)} the variance, so that SGD needs that many times the "
+            f"steps. Together {with_error(verdict.change, verdict.error)}: "
+            f"{change_in_words(verdict.change, what)} to the same accuracy."
+        ]
+        if self.variance.reliable and not verdict.certain:
+            sentences.append(
+                "That is within two standard errors of no change: more batches, draws and rounds "
+                "would tell."
+                if math.isfinite(verdict.error)
+                else "How far that may be off cannot be told from two batches: give more."
+            )
+        missed = list(self.variance.missed)
+        if missed:
+            more = ", …" if len(missed) > 3 else ""
+            sentences.append(
+                f"NOT RELIABLE: the mean of the draws misses the exact gradient of {len(missed)} "
+                f"parameters ({', '.join(missed[:3])}{more}). Either a sketch is biased "
+                "(check_unbiased tells), or most of V comes from draws too rare to be met: then V "
+                "is larger than shown."
+            )
+        if self.by_time is not None:
+            counted = "it pays" if self.by_flops.pays else "it does not pay"
+            change = with_error(self.by_flops.change, self.by_flops.error)
+            sentences.append(f"Counted in FLOPs instead of time {counted}: {change}.")
+        return sentences
 
     def headline(self) -> str:
-        """The figures that are not per layer, and the verdict."""
-        v = self.variance
-        lines = [
-            f"σ² (between {v.batches} batches)   {v.sigma2}",
-            f"V  (added by sketches, {v.draws} draws each)   {v.added}",
-            f"V/σ²   {v.relative}   as noisy as {self.equivalent_batch:.3f} of the batch, exact",
-            f"backward FLOPs   {self.flops.kept:.3f} of exact, {self.flops.overhead:.3g} of them "
-            "not in products",
-            f"saved for backward   {self.sketched_memory.total / 1e6:.3f} MB, exact "
-            f"{self.exact_memory.total / 1e6:.3f} MB",
+        return "\n".join([self.answer()[1], *self.explanation()])
+
+    def tables(self) -> list[Table]:
+        return [
+            self.figures(),
+            self.verdicts(),
+            self.noise_by_layer(),
+            self.noise_by_node(),
+            self.work_by_layer(),
+            self.memory_by_layer(),
         ]
-        if self.times is not None:
-            lines.append(
-                f"step   {1e3 * self.times.sketched:.2f} ms, exact {1e3 * self.times.exact:.2f} ms"
-            )
-        if not v.reliable:
-            lines.append(
-                f"NOT RELIABLE: the mean of the draws misses the gradient of {len(v.missed)} "
-                f"parameters, {', '.join(list(v.missed)[:3])}, … Either a sketch is biased (see "
-                "check), or V comes from draws too rare to be met and is larger than shown"
-            )
-        lines += [str(verdict) for verdict in (self.by_time, self.by_flops) if verdict is not None]
-        return "\n".join(lines)
 
-    def layer_cells(self) -> Cells:
-        """A line for each sketched layer: header and cells."""
-        flops = {line.layer: line.sketched / max(1, line.exact) for line in self.flops.layers}
-        memory = {line.layer: line for line in self.sketched_memory.layers}
-        total = self.added.value
-        header = ("layer", "sketch", "V injected", "share", "V/σ²", "FLOPs", "saved kB", "shared")
-        rows = []
-        for line in self.variance.layers:
-            saved = memory.get(line.layer)
-            rows.append(
-                (
-                    line.layer or "(model)",
-                    line.sketch,
-                    str(line.injected),
-                    f"{line.injected.value / total:.3f}" if total else "-",
-                    str(line.relative),
-                    f"{flops.get(line.layer, math.nan):.3f}",
-                    "" if saved is None else f"{saved.saved / 1e3:.1f}",
-                    "" if saved is None or not saved.saved else f"{saved.shared / saved.saved:.2f}",
-                )
-            )
-        return header, rows
-
-    def layer_table(self) -> str:
-        header, rows = self.layer_cells()
-        return table(header, rows, "<<>>>>>>") if rows else ""
-
-    def node_cells(self) -> Cells:
-        """Prop. 2.2, a line for each node: header and cells."""
-        header = ("node", "variance", "local", "propagated", "remainder")
+    def figures(self) -> Table:
+        """What a sketched step is over an exact one: time, memory, variance, FLOPs, all in all."""
+        verdict, times, flops = self.verdict, self.times, self.flops
+        before, after = self.exact_memory.total, self.sketched_memory.total
         rows = [
             (
-                node.node,
-                *map(str, (s.total, s.local, s.propagated)),
-                f"{s.remainder.value:.1e} ± {s.remainder.draw_error:.1e}",
+                "saved for backward",
+                ratio(after / max(1, before)),
+                f"{amount(after, 'B')}, exact {amount(before, 'B')}",
+            ),
+            (
+                "gradient variance",
+                ratio(verdict.steps),
+                f"V/σ² = {self.relative}: V = {self.added}, σ² = {self.sigma2}",
+            ),
+            (
+                "backward FLOPs",
+                ratio(flops.kept),
+                f"{amount(flops.sketched_backward, '')}, exact {amount(flops.exact_backward, '')}",
+            ),
+            (f"in all, by {verdict.basis}", ratio(verdict.change), "below 1 it pays"),
+        ]
+        if times is not None:
+            seconds = f"{amount(times.sketched, 's')}, exact {amount(times.exact, 's')}"
+            rows.insert(0, ("time of a step", ratio(times.ratio), seconds))
+        columns = (words("a sketched step"), Column("over exact"), words("namely"))
+        return Table("In short", columns, rows)
+
+    def verdicts(self) -> Table:
+        """ρ(V)/ρ(0), (σ² + V)/σ² and their product, by time and by FLOPs."""
+        columns = (
+            *(words("judged"), Column("a step costs"), Column("steps")),
+            *(Column("in all"), words("pays")),
+        )
+        rows = [
+            (
+                *(f"by {v.basis}", ratio(v.cost), ratio(v.steps), with_error(v.change, v.error)),
+                ("yes" if v.pays else "no") + ("" if v.certain else ", within its error"),
             )
+            for v in (self.by_time, self.by_flops)
+            if v is not None
+        ]
+        note = "What a step costs × how many are needed, over exact training. Below 1 is a gain."
+        return Table("Cost × steps", columns, rows, note)
+
+    def noise_by_layer(self) -> Table:
+        """V by the layer that injected it; no rows if it was not split."""
+        lines, total = self.variance.layers, self.added.value
+        columns = (
+            *(LAYER, Column("V injected"), Column("share", ".3f"), Column("V/σ²")),
+            words("sketch"),
+        )
+        rows = [
+            (
+                *(line.layer, line.injected, line.injected.value / total if total else None),
+                *(line.relative, line.sketch),
+            )
+            for line in lines
+        ]
+        note = (
+            f"V = {self.added} ({self.variance.draws} draws for each batch) against σ² = "
+            f"{self.sigma2} (between {self.variance.batches} batches); as noisy as "
+            f"{self.equivalent_batch:.3g} of the batch, computed exactly. The parts add up to V."
+        )
+        if total and len(lines) > 1:
+            worst = max(lines, key=lambda line: line.injected.value)
+            share = 100 * worst.injected.value / total
+            note += f" Layer {LAYER.write(worst.layer)} brings most, {share:.0f} % of it."
+        title = "Where the noise is made: V by the layer that injected it"
+        return Table(title, columns, rows, note)
+
+    def noise_by_node(self) -> Table:
+        """Prop. 2.2 at each tensor that feeds sketched layers."""
+        numbers = (Column(title) for title in ("variance", "local", "propagated", "remainder"))
+        rows = [
+            (node.node, s.total, s.local, s.propagated, s.remainder)
             for node in self.nodes
             for s in (node.samples,)
         ]
-        return header, rows
+        note = (
+            "At each tensor that feeds sketched layers: variance made there, and variance that "
+            "arrived from the layers above. Where nearly all has arrived, sketching less above "
+            "helps more than sketching less here."
+        )
+        title = "How it travels: variance = local + propagated (Prop. 2.2)"
+        return Table(title, (words("node"), *numbers), rows, note)
 
-    def node_table(self) -> str:
-        header, rows = self.node_cells()
-        return table(header, rows, "<>>>>") if rows else ""
+    def work_by_layer(self) -> Table:
+        """Backward FLOPs of each sketched layer."""
+        millions = (Column(title, ".4g", scale=1e-6) for title in ("exact M", "sketched M"))
+        rows = [
+            (line.layer, line.exact, line.sketched, line.sketched / max(1, line.exact))
+            for line in self.flops.layers
+        ]
+        note = (
+            f"The backward pass of the whole model takes {self.flops.kept:.3f} of the exact FLOPs, "
+            f"{amount(self.flops.overhead, 'FLOP')} of them not in products; a step with its "
+            f"forward pass {self.flops.step_ratio:.3f}."
+        )
+        return Table("Work: FLOPs", (LAYER, *millions, Column("ratio", ".3f")), rows, note)
+
+    def memory_by_layer(self) -> Table:
+        """Bytes saved for backward by each layer that is or could be sketched."""
+        before = {line.layer: line.saved for line in self.exact_memory.layers}
+        titles = ("exact kB", "sketched kB", "shared kB")
+        columns = (LAYER, *(Column(t, ".1f", scale=1e-3) for t in titles), words("with"))
+        rows = [
+            (
+                *(line.layer, before.get(line.layer, 0), line.saved, line.shared),
+                ", ".join(line.holders),
+            )
+            for line in self.sketched_memory.layers
+        ]
+        total, whole = self.sketched_memory.total, self.exact_memory.total
+        note = (
+            f"The whole model saves {amount(total, 'B')} for backward, exact {amount(whole, 'B')}, "
+            "each buffer once and without the batch itself. Sketches drawn in backward save "
+            "nothing; those drawn in forward do, where nothing else keeps the buffer."
+        )
+        return Table("Memory: saved for backward", columns, rows, note)
 
 
 def measure(
     model: nn.Module,
     loss_fn: Loss,
     batches: Iterable[Any],
-    sketch: Sketch | Mapping[str, Sketch | None] | None = None,
+    sketch: AnySketch | Mapping[str, AnySketch | None] | None = None,
     *,
+    planner: Planner | None = None,
     draws: int | None = None,
     split: bool = True,
     nodes: bool = True,
@@ -170,12 +288,14 @@ def measure(
     times: Times | tuple[float, float] | None = None,
     overhead: float = 0.0,
     seed: int = 0,
+    minutes: float | None = None,
+    progress: Progress | None = None,
 ) -> MeasureReport:
     """Measures σ², V and their origin, FLOPs, saved bytes and step times, and gives the verdict.
 
     ``loss_fn(model, batch)`` returns the scalar loss of a training step; ``batches`` are at least
-    two, better eight, as training draws them. ``sketch`` is tried as ``sketch_`` would apply it
-    and taken off again; ``None`` measures the sketches that the model has.
+    two, better eight, as training draws them. ``sketch`` (with ``planner``) is tried as
+    ``sketch_`` would apply it and taken off again; ``None`` measures those that the model has.
 
     σ² = E‖g - ∇F‖² over batches, V = E‖ĝ - g‖² over draws, split by the layer that injected it
     (``split``; see ``sketchprop.meters.noise.variance``) and at each node by Prop. 2.2
@@ -185,25 +305,40 @@ def measure(
     ``overhead``: seconds of a step that are not in ``loss_fn`` and backward (optimizer, data).
 
     Costs about draws × batches × (sketched layers) steps; without ``split`` draws × batches.
+    ``minutes``: about how long it may take; draws, and if need be the split, are given up for it.
+    ``progress`` is called with the share of the work that is done.
     Parameters, ``.grad``, buffers, flags, sketches and the random state are left as they were,
-    also when ``loss_fn`` raises.
+    also when ``loss_fn`` raises and after Ctrl-C.
 
         report = measure(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batches, L1(0.1))
         print(report)
     """
     batches = list(batches)
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes={minutes} is no time; give for example minutes=2")
     if isinstance(times, tuple):
         times = Times.given(*times)
-    with sketched(model, sketch):
-        variance = measure_variance(
-            model, loss_fn, batches, draws=draws, split=split, nodes=nodes, seed=seed
+    end = math.inf if minutes is None else monotonic() + 60 * minutes
+    with restored(model, sketch, planner) as buffers:
+        variance = variance_of(
+            Gradients(model, loss_fn, buffers, seed),
+            batches,
+            draws=draws,
+            split=split,
+            nodes=nodes,
+            # The rest of the time is for FLOPs, bytes and times.
+            seconds=0.8 * (end - monotonic()),
+            progress=progress,
         )
-        flops = measure_flops(model, loss_fn, batches[0])
+        buffers.restore()
+        flops = flops_of(model, loss_fn, batches[0])
         with exact(model):
-            exact_memory = saved_bytes(model, loss_fn, batches[0])
-        sketched_memory = saved_bytes(model, loss_fn, batches[0])
+            exact_memory = bytes_of(model, loss_fn, batches[0])
+        sketched_memory = bytes_of(model, loss_fn, batches[0])
         if times is None and rounds:
-            times = step_times(model, loss_fn, batches[0], rounds)
+            least = rounds if minutes is None else min(rounds, 2)
+            left = max(0.0, end - monotonic())
+            times = times_of(model, loss_fn, batches[0], (least, rounds), left)
     if times is not None:
         times = times.with_overhead(overhead)
     relative = variance.relative
@@ -220,7 +355,7 @@ def measure(
 
 def plain_data(value: Any) -> Any:
     """Reports as dicts, lists and numbers that JSON knows; what is not finite becomes None."""
-    if hasattr(value, "as_dict") and not isinstance(value, MeasureReport):
+    if hasattr(value, "as_dict"):
         return plain_data(value.as_dict())
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain_data(getattr(value, field.name)) for field in fields(value)}

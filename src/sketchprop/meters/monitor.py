@@ -85,16 +85,16 @@ class Monitor:
         with restored(self.model) as buffers:
             gradients = Gradients(self.model, self.loss_fn, buffers, seed=self.step)
             with gradients.switch.installed():
+                exact = gradients.exact(first)
                 with recorded_uses(layers) as uses:
-                    exact = gradients.exact(first)
-                added = squared_distance(gradients.sketched(first, 0), exact) / 2
+                    sketched = gradients.sketched(first, 0)
+                added = squared_distance(sketched, exact) / 2
                 other = gradients.exact(second)
                 sigma2 = squared_distance(exact, other) / 2
-                del exact
+                del exact, sketched
                 added += squared_distance(gradients.sketched(second, 1), other) / 2
             full = sum(use.exact_flops for use in uses)
-            states = {name: m.sketching for m, name in layers.items()}
-            kept = sum(use.sketched_flops(states[use.name]) for use in uses)
+            kept = sum(use.run_flops for use in uses)
         for name, value in (("sigma2", sigma2), ("added", added)):
             self._sums[name] = self.decay * self._sums[name] + (1 - self.decay) * value
         self._weight = self.decay * self._weight + (1 - self.decay)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core.stopwatch import in_turns
-from ..core.table import Cells, table
+from ..core.table import LAYER, Column, Table, as_text, words
 from ..layers import Sketching
+from ..layers.isolation import no_gradient_hooks, twin
 from ..layers.select import sketchable_layers
 from ..layers.transform import exact, refusal, sketch_
-from ..sketches import L1, Sketch
+from ..sketches import L1, AnySketch
 from .cost.shapes import Use, recorded_uses
 from .cost.timing import Times, compare
 from .noise.passes import Loss, scalar_loss
@@ -58,12 +59,12 @@ class LayerPlan:
 class PlanReport:
     """The answer of ``plan``: printable, ``.worthwhile``, ``.as_dict()``."""
 
-    sketch: Sketch
+    sketch: AnySketch
     backward_seconds: float
     layers: tuple[LayerPlan, ...]
 
     @property
-    def worthwhile(self) -> dict[str, Sketch]:
+    def worthwhile(self) -> dict[str, AnySketch]:
         """What to give to ``sketch_``: the layers that get faster, by name."""
         return {line.layer: self.sketch for line in self.layers if line.worth}
 
@@ -84,31 +85,7 @@ class PlanReport:
             ],
         }
 
-    def cells(self) -> Cells:
-        """A line for each layer: header and cells."""
-        header = (
-            *("layer", "kind", "rows", "n × d", "ms", "of backward", "FLOPs"),
-            *(f"{self.sketch!r}", "saves ms", "break-even", "sketch it?"),
-        )
-        rows = [
-            (
-                line.layer or "(model)",
-                line.kind + (f" ×{line.uses}" if line.uses > 1 else ""),
-                str(line.rows),
-                " × ".join(map(str, line.shape)),
-                f"{1e3 * line.seconds:.3f}",
-                f"{line.time_share:.1%}",
-                f"{line.flops_share:.1%}",
-                "-" if line.ratio is None else f"{line.ratio:.2f} ×",
-                f"{1e3 * line.saved_seconds:.3f}",
-                "-" if line.break_even is None else f"{line.break_even:.2f}",
-                ("yes" if line.worth else "no") + (f": {line.note}" if line.note else ""),
-            )
-            for line in self.layers
-        ]
-        return header, rows
-
-    def conclusion(self) -> str:
+    def headline(self) -> str:
         """How many layers, and what the backward pass would take."""
         return (
             f"{len(self.worthwhile)} of {len(self.layers)} layers are worth {self.sketch!r}: the "
@@ -117,29 +94,48 @@ class PlanReport:
             "Faster is not yet better: measure() says whether the added variance is worth it."
         )
 
+    def tables(self) -> list[Table]:
+        """A row for each layer."""
+        columns = (
+            *(LAYER, words("kind"), Column("rows"), words("n × d"), Column("ms", ".3f", scale=1e3)),
+            *(Column("of backward", ".1%"), Column("FLOPs", ".1%"), Column("ratio", ".2f")),
+            *(Column("saves ms", ".3f", scale=1e3), Column("break-even", ".2f")),
+            words("sketch it?"),
+        )
+        rows = [
+            (
+                *(line.layer, line.kind + (f" ×{line.uses}" if line.uses > 1 else "")),
+                *(line.rows, line.shape, line.seconds, line.time_share, line.flops_share),
+                *(line.ratio, line.saved_seconds, line.break_even),
+                ("yes" if line.worth else "no") + (f": {line.note}" if line.note else ""),
+            )
+            for line in self.layers
+        ]
+        return [Table(f"The plan for {self.sketch!r}, layer by layer", columns, rows)]
+
     def __str__(self) -> str:
-        return f"{table(*self.cells(), '<<><>>>>>><')}\n{self.conclusion()}"
+        return as_text(self)
 
 
 def plan(
     model: nn.Module,
+    loss_fn: Loss | None,
     batch: Any,
-    loss_fn: Loss | None = None,
     *,
-    sketch: Sketch | None = None,
+    sketch: AnySketch | None = None,
     rounds: int = 7,
 ) -> PlanReport:
     """A line for each layer that can be sketched: its share of backward, what a sketch saves.
 
-    ``loss_fn(model, batch)`` as in ``measure``; without it the model is called with ``batch`` (a
-    tuple as arguments, a dict as keywords) and the mean square of its output is taken: times
+    ``loss_fn(model, batch)`` as in ``measure``; for ``None`` the model is called with ``batch``
+    (a tuple as arguments, a dict as keywords) and the mean square of its output is taken: times
     depend on shapes alone. ``sketch`` is the one to try, L1(0.1) unless given.
 
     Each layer's backward is timed on this machine, alone, at the shapes it has in the model,
     exact and sketched in turns; a second budget gives the break-even by a straight line.
     Layers of equal shapes are timed once. The model is left as it was.
 
-        report = plan(model, x)
+        report = plan(model, None, x)
         sketch_(model, report.worthwhile)
     """
     sketch = sketch or L1(0.1)
@@ -172,20 +168,21 @@ def _backward_seconds(model: nn.Module, value: Tensor, rounds: int) -> float:
     def backward() -> Any:
         return torch.autograd.grad(value, parameters, allow_unused=True, retain_graph=True)
 
-    (seconds,) = in_turns([backward], rounds, value.device)
+    with no_gradient_hooks(parameters):
+        (seconds,) = in_turns([backward], rounds, value.device)
     return compare(seconds, seconds).exact
 
 
 def _line(
-    uses: list[Use], sketch: Sketch, timed: _LayerTimer, backward: float, everything: list[Use]
+    uses: list[Use], sketch: AnySketch, timed: _LayerTimer, backward: float, everything: list[Use]
 ) -> LayerPlan:
     layer = uses[0].layer
     reason = refusal(layer, sketch)
     times, break_even = timed(uses[0], sketched=not reason)
     largest = max(uses[0].products, key=lambda product: product.n * product.d)
     exact_flops = sum(use.exact_flops for use in uses)
-    sketched_flops = sum(use.sketched_flops(Sketching(sketch)) for use in uses)
     seconds = times.exact * len(uses)
+    sketched_flops = sum(use.sketched_flops(Sketching(sketch)) for use in uses)
     keeps_all = all(sketch.keeps_all(p.B, p.n, p.d) for p in uses[0].products)
     taken = not reason and not keeps_all
     worth = taken and times.ratio <= WORTH
@@ -212,7 +209,7 @@ def _line(
 class _LayerTimer:
     """Times one layer alone; layers of equal kinds and shapes once."""
 
-    def __init__(self, sketch: Sketch, rounds: int) -> None:
+    def __init__(self, sketch: AnySketch, rounds: int) -> None:
         self.sketch = sketch
         self.rounds = rounds
         self._known: dict[object, tuple[Times, float | None]] = {}
@@ -229,7 +226,7 @@ class _LayerTimer:
         if not sketched:
             (alone,) = in_turns(actions, self.rounds, device)
             return compare(alone, alone), None
-        shares = [self.sketch.kept(*p[:3]) for p in use.products]
+        shares = [self.sketch.kept(*size[:3]) for size in use.products]
         kept = sum(shares) / len(shares)
         budget = 0.5 if kept < 0.4 else 0.1
         for s in (self.sketch, self.sketch.with_budget(budget)):
@@ -247,23 +244,22 @@ def break_even(first: tuple[float, float], second: tuple[float, float]) -> float
     return min(1.0, max(0.0, p + (1 - ratio) * (q - p) / (other - ratio)))
 
 
-def _backward(use: Use, sketch: Sketch | None, device: torch.device) -> Callable[[], Any]:
+def _backward(use: Use, sketch: AnySketch | None, device: torch.device) -> Callable[[], Any]:
     """The backward pass of one layer, at the shapes of ``use``, with a graph that stays."""
 
     def real(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-        filled = twin.normal_() if x.is_floating_point() else twin.zero_()
+        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        filled = empty.normal_() if x.is_floating_point() else empty.zero_()
         return filled.requires_grad_(x.requires_grad)
 
     args, kwargs = torch.utils._pytree.tree_map(real, (use.args, use.kwargs))
-    layer = use.layer
-    with restored(layer):
-        if sketch is not None:
-            sketch_(layer, sketch, lambda module, name: module is layer)
-            layer.sketching.exact = False  # type: ignore[union-attr]
-        output = layer(*args, **kwargs)
+    layer = twin(use.layer)  # without the user's hooks, and with leaves of its own
+    if sketch is not None:
+        sketch_(layer, sketch, lambda module, name: module is layer)
+        layer.sketching.exact = False
+    output = layer.forward(*args, **kwargs)
     outputs = [x for x in torch.utils._pytree.tree_leaves(output) if _differentiable(x)]
     given = torch.utils._pytree.tree_leaves((args, kwargs))
     leaves = [x for x in [*given, *layer.parameters()] if _differentiable(x)]
@@ -299,6 +295,7 @@ def _mean_square(model: nn.Module, batch: Any) -> Tensor:
     found = [x for x in torch.utils._pytree.tree_leaves(output) if _differentiable(x)]
     if not found:
         raise ValueError(
-            "the model's output has no tensor to start backward from; give loss_fn(model, batch)"
+            "the model's output has no tensor to start backward from; give a loss: "
+            "plan(model, loss_fn, batch) with loss_fn(model, batch)"
         )
     return torch.stack([x.float().square().mean() for x in found]).sum()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..layers import Sketching
+from ..layers.isolation import SKETCHING, random_state_kept
 from ..layers.transform import sketch_
-from ..sketches import Sketch
-
-_SKETCH_STATE = ("sketching",)
+from ..sketches import AnySketch, Planner
 
 
 class Buffers:
@@ -33,53 +34,76 @@ class Buffers:
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[Buffers]:
-    """Puts back buffers, training flags, sketches and the random state, also after an error.
+def restored(
+    model: nn.Module,
+    sketch: AnySketch | Mapping[str, AnySketch | None] | None = None,
+    planner: Planner | None = None,
+) -> Iterator[Buffers]:
+    """The one isolation of all meters; with ``sketch``, ``sketch_(model, sketch)`` inside.
 
-    Inside, the model trains (a model in eval mode draws nothing); parts of it that are in eval
-    mode while the model trains, such as a frozen BatchNorm, stay so.
+    Put back at the end, also after an error or Ctrl-C: gradients, buffers, training flags,
+    classes, sketches with all that they remember, and every random state. Inside, ``.grad`` is
+    ``None``, so that nothing can be added to it; sketches remember in copies; the model trains (a
+    model in eval mode draws nothing), but for parts of it that are in eval mode while the model
+    trains, such as a frozen BatchNorm.
     """
-    flags = [(module, module.training) for module in model.modules()]
-    classes = [
-        (module, type(module), {k: module.__dict__[k] for k in _SKETCH_STATE & vars(module).keys()})
-        for module in model.modules()
-    ]
-    buffers = Buffers(model)
-    with fork_random_state(model), torch.enable_grad():
-        try:
-            if not model.training:
-                model.train()
-            yield buffers
-        finally:
-            buffers.restore()
-            for module, training in flags:
-                module.training = training
-            for module, kind, state in classes:
-                if type(module) is not kind:
-                    module.__class__ = kind
-                for key in _SKETCH_STATE:
-                    module.__dict__.pop(key, None)
-                module.__dict__.update(state)
-
-
-@contextmanager
-def sketched(
-    model: nn.Module, sketch: Sketch | Mapping[str, Sketch | None] | None
-) -> Iterator[None]:
-    """``sketch_(model, sketch)`` for a while, inside ``restored``; ``None`` changes nothing."""
-    with restored(model):
+    with ExitStack() as stack:
+        stack.enter_context(random_state_kept())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.callback(_put_back, list(map(_state, model.modules())))
+        stack.callback(_put_gradients_back, [(p, p.grad) for p in model.parameters()])
+        buffers = Buffers(model)
+        stack.callback(buffers.restore)
+        for module in model.modules():
+            if SKETCHING in vars(module):
+                vars(module)[SKETCHING] = vars(module)[SKETCHING].copied()
+        for parameter in model.parameters():
+            parameter.grad = None
+        if not model.training:
+            model.train()
         if sketch is not None:
-            sketch_(model, sketch)
-        yield
+            sketch_(model, sketch, planner=planner)
+        yield buffers
+
+
+_State = tuple[nn.Module, type[nn.Module], bool, Sketching | None]
+
+
+def _state(module: nn.Module) -> _State:
+    return module, type(module), module.training, vars(module).get(SKETCHING)
+
+
+def _put_back(states: list[_State]) -> None:
+    for module, kind, training, sketching in states:
+        if type(module) is not kind:
+            module.__class__ = kind
+        module.training = training
+        vars(module).pop(SKETCHING, None)
+        if sketching is not None:
+            vars(module)[SKETCHING] = sketching
+
+
+def _put_gradients_back(gradients: list[tuple[nn.Parameter, Tensor | None]]) -> None:
+    for parameter, grad in gradients:
+        parameter.grad = grad
 
 
 @contextmanager
-def fork_random_state(model: nn.Module) -> Iterator[None]:
-    """What is drawn inside leaves the generators of the CPU and of the model's devices alone."""
-    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta", "mps")}
-    kinds = {device.type for device in devices}
-    kind = kinds.pop() if kinds else "cuda"
-    with torch.random.fork_rng(devices=sorted(d.index or 0 for d in devices), device_type=kind):
+def hooked(
+    layers: Iterable[nn.Module],
+    before: Callable[..., Any] | None = None,
+    after: Callable[..., Any] | None = None,
+) -> Iterator[None]:
+    """``before(layer, args, kwargs)`` and ``after(layer, args, kwargs, output)`` at each call."""
+    with ExitStack() as stack:
+        for layer in layers:
+            if before is not None:
+                handle = layer.register_forward_pre_hook(before, with_kwargs=True)
+                stack.callback(handle.remove)
+            if after is not None:
+                handle = layer.register_forward_hook(after, with_kwargs=True)
+                stack.callback(handle.remove)
         yield
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
@@ -13,11 +12,12 @@ from torch import Tensor, nn
 
 from ..core.enumeration import expectation
 from ..core.sampling import Uniforms
-from ..core.table import table
+from ..core.table import Column, Table, as_text, words
 from ..core.vjp import Vjp
-from ..layers import SketchedModule
-from ..layers.transform import exact
-from ..sketches import Planner, Sketch, Split
+from ..layers.isolation import random_state_kept
+from ..sketches import AnySketch, Planner, Sketch, Split
+from .noise.passes import Gradients, Loss
+from .restore import restored
 
 TOLERANCE = 1e-10
 """Largest relative error of an exact mean in float64."""
@@ -56,22 +56,32 @@ class UnbiasedReport:
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ok": self.ok}
 
-    def __str__(self) -> str:
-        rows = [
-            (
-                e.case,
-                e.gradient,
-                f"{e.error:.1e}",
-                "" if e.z is None else f"{e.z:.1f}",
-                "ok" if e.ok else "BIASED",
-            )
-            for e in self.entries
-        ]
+    def headline(self) -> str:
+        """The verdict, how it was reached, and the limit."""
         monte_carlo = any(e.z is not None for e in self.entries)
         limit = f"|z| ≤ {self.limit:.1f}" if monte_carlo else f"error ≤ {self.limit:.0e}"
-        verdict = "unbiased" if self.ok else f"BIASED in {len(self.biased)} of {len(rows)}"
-        head = f"{self.subject}: {verdict} ({self.method}; {limit})"
-        return head + "\n" + table(("case", "gradient", "error", "z", ""), rows, "<<>><")
+        count = f"BIASED in {len(self.biased)} of {len(self.entries)}"
+        return f"{self.subject}: {'unbiased' if self.ok else count} ({self.method}; {limit})"
+
+    def tables(self) -> list[Table]:
+        """A row for each case and gradient."""
+        return [_entry_table(self.entries)]
+
+    def biased_tables(self) -> list[Table]:
+        """The rows that are biased alone."""
+        return [_entry_table(self.biased)]
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+def _entry_table(entries: Sequence[MeanError]) -> Table:
+    columns = (
+        *(words("case"), words("gradient"), Column("error of the mean", ".1e")),
+        *(Column("z", ".1f"), words("")),
+    )
+    rows = [(e.case, e.gradient, e.error, e.z, "ok" if e.ok else "BIASED") for e in entries]
+    return Table("", columns, rows)
 
 
 @dataclass(frozen=True)
@@ -136,11 +146,12 @@ def cases(dtype: torch.dtype = torch.float64) -> tuple[Case, ...]:
 
 
 def expected_gradients(
-    sketch: Sketch | Split, G: Tensor, W: Tensor, X: Tensor, planner: Planner | None = None
+    sketch: AnySketch, G: Tensor, W: Tensor, X: Tensor, planner: Planner | None = None
 ) -> tuple[Tensor, ...]:
     """E[dX], E[dW], E[db] over the draw of ``sketch``, as a finite sum: exact to rounding.
 
-    Over every draw and every draw that depends on another; see ``core.enumeration``.
+    The sum runs over every draw, and every draw that depends on another: see
+    ``core.enumeration``.
     """
     vjp = Vjp(G, W, X)
 
@@ -154,15 +165,12 @@ def expected_gradients(
     return expectation(gradients)
 
 
-def draws_in_forward(sketch: Sketch | Split) -> bool:
-    """Whether rows of X are drawn in the forward pass."""
-    return "G" not in sketch.sees or (isinstance(sketch, Split) and sketch.forward is not None)
-
-
 def check_unbiased(
-    subject: Sketch | nn.Module | Callable[..., Any],
-    loss: Callable[[], Tensor] | None = None,
+    subject: AnySketch | nn.Module | Callable[..., Any],
+    loss_fn: Loss | None = None,
+    batch: Any = None,
     *,
+    planner: Planner | None = None,
     draws: int | None = None,
     seed: int = 0,
 ) -> UnbiasedReport:
@@ -170,12 +178,12 @@ def check_unbiased(
 
     **A sketch**, built-in or your own: tried on a table of layers with hard shapes and contents.
     The mean is exact (a finite sum over the breakpoints of the uniforms), unless ``draws`` asks
-    for Monte Carlo. Any callable ``Vjp -> CompactGradient`` works too, by Monte Carlo.
+    for Monte Carlo; ``planner`` makes the atoms, as in a layer. Any callable ``Vjp ->
+    CompactGradient`` works too, by Monte Carlo.
 
-    **A sketched model** with ``loss``, a function without arguments that runs the model and
-    returns a scalar: by Monte Carlo, for every parameter. Parameters, ``.grad``, buffers and the
-    random state are left as they were; randomness in forward (dropout) is held fixed. Sketches
-    that draw in forward themselves are checked in models without dropout.
+    **A sketched model** with ``loss_fn(model, batch)`` and a batch: by Monte Carlo, for every
+    parameter. Everything is left as it was; randomness in forward (dropout) is held fixed, and
+    only the sketches draw.
 
     Monte Carlo compares the mean along the exact gradient and along random directions, in
     standard errors; the limit allows one false alarm in a million checks, as long as every atom
@@ -185,18 +193,18 @@ def check_unbiased(
     >>> check_unbiased(L1(0.3)).ok
     True
     >>> model = sketch_(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), L1(0.5))
-    >>> x = torch.ones(3, 4)
-    >>> check_unbiased(model, lambda: model(x).square().mean(), draws=100).ok
+    >>> check_unbiased(model, lambda m, x: m(x).square().mean(), torch.ones(3, 4), draws=100).ok
     True
     """
     if isinstance(subject, nn.Module):
-        return _check_model(subject, loss, draws or 500, seed)
-    if loss is not None:
+        return _check_model(subject, loss_fn, batch, draws or 500, seed)
+    if loss_fn is not None:
         raise TypeError(
-            "loss goes with a model: check_unbiased(model, loss) or check_unbiased(sketch)"
+            "loss_fn goes with a model: check_unbiased(model, loss_fn, batch) or "
+            "check_unbiased(sketch)"
         )
     if isinstance(subject, Sketch | Split) and draws is None:
-        entries = tuple(e for c in cases() for e in _exact_entries(subject, c))
+        entries = tuple(e for c in cases() for e in _exact_entries(subject, c, planner))
         return UnbiasedReport(repr(subject), "exact mean over the draw", TOLERANCE, entries)
     if not callable(subject):
         raise TypeError(
@@ -206,8 +214,9 @@ def check_unbiased(
     return _check_callable(subject, draws or 2000, seed)
 
 
-def _exact_entries(sketch: Sketch | Split, case: Case) -> Iterator[MeanError]:
-    means = expected_gradients(sketch, case.G, case.W, case.X)
+def _exact_entries(sketch: AnySketch, case: Case, planner: Planner | None) -> Iterator[MeanError]:
+    own = None if planner is None else planner.anew()
+    means = expected_gradients(sketch, case.G, case.W, case.X, own)
     truth = (case.G @ case.W, case.G.mT @ case.X, case.G.sum(0))
     for name, mean, true in zip(("dX", "dW", "db"), means, truth, strict=True):
         error = _relative(mean - true, true)
@@ -216,7 +225,7 @@ def _exact_entries(sketch: Sketch | Split, case: Case) -> Iterator[MeanError]:
 
 def _check_callable(subject: Callable[..., Any], draws: int, seed: int) -> UnbiasedReport:
     tallies: list[tuple[str, str, _Tally]] = []
-    with torch.random.fork_rng():
+    with random_state_kept():
         torch.manual_seed(seed)
         for case in cases():
             G, W, X = case.G, case.W, case.X
@@ -235,53 +244,24 @@ def _check_callable(subject: Callable[..., Any], draws: int, seed: int) -> Unbia
 
 
 def _check_model(
-    model: nn.Module, loss: Callable[[], Tensor] | None, draws: int, seed: int
+    model: nn.Module, loss_fn: Loss | None, batch: Any, draws: int, seed: int
 ) -> UnbiasedReport:
-    if loss is None:
+    if loss_fn is None:
         raise TypeError(
-            "a model needs its loss: check_unbiased(model, lambda: loss_fn(model(x), y))"
+            "a model needs its loss and a batch: check_unbiased(model, loss_fn, batch) with "
+            "loss_fn(model, batch) a scalar"
         )
-    if not any(isinstance(m, SketchedModule) for m in model.modules()):
-        raise ValueError(f"{type(model).__name__} has no sketched layer; call sketch_ on it first")
-    names, parameters = zip(
-        *((name, p) for name, p in model.named_parameters() if p.requires_grad), strict=True
-    )
-
-    sketched = [m for m in model.modules() if isinstance(m, SketchedModule)]
-    in_forward = any(draws_in_forward(m.sketch) for m in sketched)
-
-    def gradients(draw: int) -> list[Tensor]:
-        # Forward: the same dropout masks each time, unless the sketches themselves draw there.
-        torch.manual_seed(seed + in_forward * draw)
-        value = loss()
-        if value.dim() != 0:
-            raise ValueError(
-                f"loss returned a tensor of shape {tuple(value.shape)}; return a scalar"
-            )
-        torch.manual_seed(seed + 1 + draw)
-        grads = torch.autograd.grad(value, parameters, allow_unused=True)
-        return [
-            torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)
-        ]
-
-    with torch.random.fork_rng(), _buffers_restored(model):
-        with exact(model):
-            _refuse_other_draws(in_forward, loss)
-            tallies = [("model", n, _Tally(g)) for n, g in zip(names, gradients(0), strict=True)]
-        for draw in range(1, draws + 1):
-            for (_, _, tally), grad in zip(tallies, gradients(draw), strict=True):
-                tally.add(grad)
+    with restored(model) as buffers:
+        gradients = Gradients(model, loss_fn, buffers, seed)
+        with gradients.switch.installed():
+            exact = gradients.exact(batch)
+            tallies = [("model", n, _Tally(g)) for n, g in zip(gradients.names, exact, strict=True)]
+            for draw in range(draws):
+                for (_, _, tally), grad in zip(
+                    tallies, gradients.sketched(batch, draw), strict=True
+                ):
+                    tally.add(grad)
     return _monte_carlo_report(type(model).__name__, tallies, draws)
-
-
-def _refuse_other_draws(in_forward: bool, loss: Callable[[], Tensor]) -> None:
-    """Draws of sketches in forward cannot be told from dropout's, which must be held fixed."""
-    before = torch.get_rng_state()
-    if in_forward and loss() is not None and not torch.equal(before, torch.get_rng_state()):
-        raise ValueError(
-            "the model draws in forward both for a sketch (ForwardRows) and for itself (dropout): "
-            "their draws cannot be told apart; set the dropout to 0 for this check"
-        )
 
 
 class _Tally:
@@ -335,14 +315,3 @@ def _monte_carlo_report(
 def _relative(error: Tensor, truth: Tensor) -> float:
     size = float(truth.norm())
     return float(error.norm()) / size if size else float(error.norm())
-
-
-@contextmanager
-def _buffers_restored(model: nn.Module) -> Iterator[None]:
-    saved = [(b, b.clone()) for b in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in saved:
-                buffer.copy_(before)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .noise.estimate import Estimate
+from .words import ratio, with_error
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class Verdict:
     def __str__(self) -> str:
         answer = "pays" if self.pays else "does not pay"
         doubt = "" if self.certain else ", within its error"
-        error = f"{self.error:.2g}" if math.isfinite(self.error) else "?"
+        change = with_error(self.change, self.error)
         return (
-            f"by {self.basis}: {answer}{doubt}: a step costs {self.cost:.3f} × and "
-            f"{self.steps:.3f} × the steps are needed, {self.change:.3f} ± {error} × in all"
+            f"by {self.basis}: {answer}{doubt}: a step costs {ratio(self.cost)} and "
+            f"{ratio(self.steps)} the steps are needed, {change} in all"
         )
 
 

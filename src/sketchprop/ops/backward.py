@@ -25,7 +25,7 @@ from ..core.importance import column_sums
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import CompactGradient, Vjp
-from ..sketches import Planner, Sketch, Split
+from ..sketches import AnySketch, Planner, Sketch
 
 Draw = TypeVar("Draw")
 Asked = tuple[bool, bool, bool]
@@ -34,7 +34,7 @@ Asked = tuple[bool, bool, bool]
 class Method(NamedTuple):
     """What a layer does in backward: ``draw`` without a planner makes new atoms in each step."""
 
-    sketch: Sketch | Split
+    sketch: AnySketch
     planner: Planner | None = None
     accumulate: bool = False
     uniforms: Uniforms = draw_uniforms
@@ -60,7 +60,7 @@ class Form:
         # A view could not be changed in place by what follows, an in-place ReLU for example.
         return out if out.dim() == x.dim() else out.view(*x.shape[:-1], weight.shape[-2])
 
-    def facing(self, grad: Tensor, sketch: Sketch | Split) -> Form:
+    def facing(self, grad: Tensor, sketch: AnySketch) -> Form:
         """The form for a gradient as it lies in memory."""
         return self
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from html import escape
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
 
+from ..core.table import Column, Table
 from ..meters import MeasureReport, PlanReport
 from ..meters.measure import plain_data
-from .sections import (
-    flops_section,
-    memory_section,
-    node_section,
-    plan_section,
-    variance_section,
-    verdict_section,
-)
+from . import charts
 from .setup import setup_facts
-from .style import STYLE
-from .tables import facts_table, prose
-from .words import GLOSSARY, amount, answer, explanation, ratio
+from .svg import bars
+
+
+@dataclass(frozen=True)
+class Section:
+    """A chart beside its table, below what can be seen."""
+
+    table: Table
+    chart: charts.Chart
+    text: str = ""
 
 
 def html_report(
@@ -38,65 +40,59 @@ def html_report(
     """
     known = {**(setup_facts() if facts is None else facts), **_effort(measured)}
     sections = [
-        verdict_section(measured),
-        variance_section(measured),
-        node_section(measured),
-        flops_section(measured),
-        memory_section(measured),
-        *(plan_section(planned) for planned in plans),
-        _method(measured, plans, known),
+        Section(measured.verdicts(), charts.verdict_chart(measured)),
+        Section(measured.noise_by_layer(), charts.noise_chart(measured)),
+        Section(measured.noise_by_node(), charts.node_chart(measured)),
+        Section(measured.work_by_layer(), charts.work_chart(measured)),
+        Section(measured.memory_by_layer(), charts.memory_chart(measured)),
+        *(
+            Section(table, charts.plan_chart(planned), planned.headline().partition("\n")[0])
+            for planned in plans
+            for table in planned.tables()
+        ),
     ]
-    body = "\n".join(section for section in sections if section)
-    about = " · ".join(_sketches(measured, plans))
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f'<header><h1>{escape(title)}</h1>\n<p class="about">{about}</p></header>\n'
-        f"{_answer(measured)}\n{_cards(measured)}\n{body}\n</main>\n</body>\n</html>\n"
-    )
-
-
-def _sketches(measured: MeasureReport, plans: Sequence[PlanReport]) -> list[str]:
     used = [line.sketch for line in measured.variance.layers]
-    names = dict.fromkeys(used or [repr(planned.sketch) for planned in plans])
-    return [f"<code>{escape(name)}</code>" for name in names]
-
-
-def _answer(measured: MeasureReport) -> str:
-    style, short = answer(measured)
-    sentences = "".join(f"<p>{prose(text)}</p>" for text in explanation(measured))
-    return f'<div class="verdict {style}"><strong>{escape(short)}</strong>{sentences}</div>'
-
-
-def _cards(measured: MeasureReport) -> str:
-    before, after = measured.exact_memory.total, measured.sketched_memory.total
-    verdict, times, flops = measured.verdict, measured.times, measured.flops
-    cards = []
-    if times is not None:
-        seconds = f"{amount(times.sketched, 's')}, exact {amount(times.exact, 's')}"
-        cards.append(("Time of a step", ratio(times.ratio), seconds))
-    error = f"{verdict.error:.2g}" if math.isfinite(verdict.error) else "?"
-    cards += [
-        (
-            "Backward memory",
-            ratio(after / max(1, before)),
-            f"{amount(after, 'B')}, exact {amount(before, 'B')}",
-        ),
-        ("Gradient variance", ratio(verdict.steps), f"V/σ² = {measured.relative}"),
-        (
-            "Backward FLOPs",
-            ratio(flops.kept),
-            f"{amount(flops.sketched_backward, '')}, exact {amount(flops.exact_backward, '')}",
-        ),
-        (f"In all, by {verdict.basis}", ratio(verdict.change), f"± {error}; below 1 it pays"),
-    ]
-    shown = "".join(
-        f'<div class="card"><h3>{escape(name)}</h3><div class="figure">{escape(figure)}</div>'
-        f"<p>{prose(text)}</p></div>"
-        for name, figure, text in cards
+    numbers = {"facts": known, "measure": measured.as_dict(), "plans": [p.as_dict() for p in plans]}
+    page: str = _template().render(
+        title=title,
+        sketches=list(dict.fromkeys(used or [repr(planned.sketch) for planned in plans])),
+        answer=measured.answer(),
+        explanation=measured.explanation(),
+        figures=measured.figures().cells(),
+        sections=[section for section in sections if section.table.rows],
+        facts=known,
+        numbers=json.dumps(plain_data(numbers), indent=1, ensure_ascii=False, allow_nan=False),
     )
-    return f'<div class="cards">{shown}</div>'
+    return page
+
+
+def _template() -> Any:
+    try:
+        import jinja2
+        from markupsafe import Markup
+    except ImportError as error:
+        raise ImportError(
+            "the HTML report needs jinja2, which torch requires too: pip install jinja2"
+        ) from error
+
+    def words(column: Column) -> Markup:
+        return Markup(' class="words"' if column.align == "<" else "")
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {
+        "prose": _prose,
+        "svg": lambda chart: Markup(bars(chart)),
+        "words": words,
+    }
+    source = files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
+    return environment.from_string(source)
+
+
+def _prose(text: str) -> str:
+    """No line ends between a number and its sign or unit."""
+    for sign in (" ×", " ± ", " %", " ms", " MB", " kB"):
+        text = text.replace(sign, sign.replace(" ", "\u00a0"))
+    return text
 
 
 def _effort(measured: MeasureReport) -> dict[str, str]:
@@ -108,24 +104,3 @@ def _effort(measured: MeasureReport) -> dict[str, str]:
         rounds = measured.times.rounds
         effort["timed steps"] = f"{rounds} exact and {rounds} sketched in turns, medians"
     return effort
-
-
-def _method(measured: MeasureReport, plans: Sequence[PlanReport], facts: Mapping[str, str]) -> str:
-    data = {
-        "facts": dict(facts),
-        "measure": measured.as_dict(),
-        "plans": [planned.as_dict() for planned in plans],
-    }
-    text = json.dumps(plain_data(data), indent=1, ensure_ascii=False, allow_nan=False)
-    words = "".join(
-        f"<dt>{escape(word)}</dt><dd>{escape(meaning)}</dd>" for word, meaning in GLOSSARY.items()
-    )
-    return (
-        "<section><h2>How it was measured</h2>"
-        '<p class="note">Times hold for this machine and these shapes; variances for these '
-        "parameters, so a model measured after training may answer differently.</p>"
-        f"{facts_table(facts)}"
-        f"<details><summary>What the words mean</summary><dl>{words}</dl></details>"
-        "<details><summary>All numbers, as JSON</summary>"
-        f'<pre id="numbers">{escape(text, quote=False)}</pre></details></section>'
-    )

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
+
+from .charts import Chart, Row
 
 ROW, BAR, GAP, TOP, AXIS = 46, 13, 2, 4, 24
 """Pixels: a row with its label, the height of its bars together, between them, margins."""
@@ -16,58 +17,23 @@ MOST_BARS = 40
 """A chart with more rows shows the largest; its table has all."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """One bar of a row: parts follow each other on one line, or lie below each other."""
-
-    value: float
-    style: str
-    """A class of the style sheet: exact, sketched, good, bad, local, propagated, shared."""
-    hint: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A label, the text at its right end, and the bars below."""
-
-    label: str
-    text: str
-    parts: tuple[Part, ...]
-    stacked: bool = False
-    error: float = 0.0
-    """Half of the whisker at the end of the last bar."""
-
-    @property
-    def reach(self) -> float:
-        values = [part.value for part in self.parts if math.isfinite(part.value)]
-        end = math.fsum(values) if self.stacked else max(values, default=0.0)
-        return end + (self.error if math.isfinite(self.error) else 0.0)
-
-
-def bars(
-    rows: Sequence[Row],
-    *,
-    title: str,
-    unit: str = "",
-    mark: float | None = None,
-    end: float | None = None,
-) -> str:
-    """A chart of horizontal bars from zero; ``mark`` draws a line across, at 1 for ratios."""
-    chosen = _largest(rows)
-    furthest = max([row.reach for row in chosen] + ([mark] if mark else []), default=1.0)
-    limit, step = _scale(end or furthest or 1.0)
+def bars(chart: Chart) -> str:
+    """The chart as SVG, with a note where it leaves rows out."""
+    chosen = _largest(chart.rows)
+    marks = [] if chart.mark is None else [chart.mark]
+    limit, step = _scale(chart.end or max([row.reach for row in chosen] + marks, default=1) or 1.0)
     height = TOP + ROW * len(chosen) + AXIS
-    body = [_axis(limit, step, height, unit)]
-    if mark is not None:
+    body = [_axis(limit, step, height, chart.unit)]
+    for mark in marks:
         x = _percent(mark / limit)
         body.append(f'<line class="mark" x1="{x}" x2="{x}" y1="0" y2="{height - AXIS}"/>')
     body += [_row(row, TOP + ROW * i, limit) for i, row in enumerate(chosen)]
     drawing = "".join(body)
-    less = len(rows) - len(chosen)
-    note = f'<p class="note">The {len(chosen)} largest of {len(rows)} layers.</p>' if less else ""
+    count, less = len(chart.rows), len(chart.rows) - len(chosen)
+    note = f'<p class="note">The {len(chosen)} largest of {count} layers.</p>' if less else ""
     return (
         f'<svg class="chart" role="img" width="100%" height="{height}">'
-        f"<title>{escape(title)}</title>{drawing}</svg>{note}"
+        f"<title>{escape(chart.title)}</title>{drawing}</svg>{note}"
     )
 
 

@@ -6,11 +6,12 @@ from .elements import ElementMask
 from .planners import Every, Fresh, Planner, RunningNorms
 from .rows import ForwardRows, Rows, RowSketch, SampleMask
 from .spectral import GradientSVD, RankConstrained, SpectralSketch
-from .split import Split
+from .split import AnySketch, Split
 
 __all__ = [
     "L1",
     "L2",
+    "AnySketch",
     "ColumnMask",
     "ColumnSketch",
     "Diagonal",

@@ -24,7 +24,7 @@ from ..core.sampling import Atoms
 from ..core.vjp import Vjp
 from .base import Sketch
 from .rows import ForwardRows
-from .split import Split
+from .split import AnySketch
 
 STALE_FLOOR = 0.1
 """The share of uniform probabilities under atoms that have not seen all of G."""
@@ -49,7 +49,7 @@ class Planner(ABC):
         """Why it cannot serve ``sketch``; empty if it can."""
         return ""
 
-    def cost(self, sketch: Sketch | Split, size: Size) -> Cost:
+    def cost(self, sketch: AnySketch, size: Size) -> Cost:
         """FLOPs of a step, what is spread over several steps by its share."""
         return sketch.cost(size)
 
@@ -82,7 +82,7 @@ class Fresh(Planner):
     def refusal(self, sketch: Sketch) -> str:
         return cannot_last(sketch)
 
-    def cost(self, sketch: Sketch | Split, size: Size) -> Cost:
+    def cost(self, sketch: AnySketch, size: Size) -> Cost:
         return _spread(sketch, size, 1, self.rows)
 
 
@@ -129,7 +129,7 @@ class Every(Planner):
     def refusal(self, sketch: Sketch) -> str:
         return cannot_last(sketch)
 
-    def cost(self, sketch: Sketch | Split, size: Size) -> Cost:
+    def cost(self, sketch: AnySketch, size: Size) -> Cost:
         return _spread(sketch, size, self.steps, self.rows)
 
 
@@ -213,7 +213,7 @@ def _stride(B: int, rows: float | int) -> int:
     return max(1, int(B // max(1, wanted)))
 
 
-def _spread(sketch: Sketch | Split, size: Size, steps: int, rows: float | int) -> Cost:
+def _spread(sketch: AnySketch, size: Size, steps: int, rows: float | int) -> Cost:
     """The cost with atoms from some of the rows, spread over ``steps``."""
     whole = sketch.cost(size, lasting=True)
     if not size.sides:

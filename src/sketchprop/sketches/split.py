@@ -116,3 +116,7 @@ class Split:
     def __repr__(self) -> str:
         bias = "" if self.exact_bias else ", exact_bias=False"
         return f"Split(input={self.input!r}, weight={self.weight!r}{bias})"
+
+
+AnySketch = Sketch | Split
+"""What a layer takes: one sketch for all of its gradients, or a pair."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...layers import sketched_class
 from ..noise.passes import Loss, scalar_loss
-from ..restore import restored, tensors_in
+from ..restore import hooked, restored, tensors_in
 
 _OTHERS = "(others)"
 _BATCH = "(batch)"
@@ -58,13 +58,19 @@ def saved_bytes(model: nn.Module, loss_fn: Loss, batch: Any) -> MemoryReport:
 
     Layers that are sketched, or could be, are listed with what they save.
     """
+    with restored(model):
+        return bytes_of(model, loss_fn, batch)
+
+
+def bytes_of(model: nn.Module, loss_fn: Loss, batch: Any) -> MemoryReport:
+    """``saved_bytes`` inside ``restored``."""
     layers = {
         module: name
         for name, module in model.named_modules()
         if sketched_class(type(module)) is not None
     }
     ledger = _Ledger(model, batch)
-    with restored(model), ledger.watching(layers):
+    with ledger.watching(layers):
         graph = scalar_loss(loss_fn, model, batch)
         report = ledger.report(list(layers.values()))
         del graph
@@ -85,24 +91,15 @@ class _Ledger:
 
     @contextmanager
     def watching(self, layers: dict[nn.Module, str]) -> Iterator[None]:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._current.append(layers[module])
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._current.pop()
 
-        handles = []
-        for layer in layers:
-            handles += [
-                layer.register_forward_pre_hook(enter),
-                layer.register_forward_hook(leave),
-            ]
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        saving = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
+        with hooked(layers, enter, leave), saving:
+            yield
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self._note(tensor, self._current[-1])

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...core.cost import Size
-from ...layers import Sketching, sketched_class
+from ...layers import SketchedModule, Sketching, sketched_class
+from ..restore import hooked
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,12 @@ class Use:
     """One call of a layer."""
 
     name: str
-    layer: nn.Module
+    layer: Any
     args: Any
     kwargs: Any
     products: tuple[Size, ...]
+    sketched: bool = False
+    """Whether this call recorded a sketched backward: ``where="faster"`` may leave it exact."""
 
     @property
     def exact_flops(self) -> float:
@@ -30,6 +33,18 @@ class Use:
 
     def sketched_flops(self, state: Sketching) -> float:
         return sum(state.cost(size).total for size in self.products)
+
+    @property
+    def run_flops(self) -> float:
+        """What this call's backward takes, sketched or not."""
+        return self.sketched_flops(self.layer.sketching) if self.sketched else self.exact_flops
+
+    @property
+    def overhead_flops(self) -> float:
+        """The part of it that torch's flop counter does not see."""
+        if not self.sketched:
+            return 0
+        return float(sum(self.layer.sketching.cost(size).overhead for size in self.products))
 
 
 @contextmanager
@@ -44,14 +59,12 @@ def recorded_uses(layers: Mapping[nn.Module, str]) -> Iterator[list[Use]]:
         if torch.is_grad_enabled():
             shapes, options = torch.utils._pytree.tree_map(_shape_only, (args, kwargs))
             products = _products(layer, (args, kwargs), output)
-            uses.append(Use(layers[layer], layer, shapes, options, products))
+            inputs = (*args, *kwargs.values())
+            sketched = isinstance(layer, SketchedModule) and layer.is_sketching(*inputs)
+            uses.append(Use(layers[layer], layer, shapes, options, products, sketched))
 
-    handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
-    try:
+    with hooked(layers, after=note):
         yield uses
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _products(layer: nn.Module, inputs: Any, output: Any) -> tuple[Size, ...]:

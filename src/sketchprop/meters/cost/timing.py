@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from ...core.cost import Size
 from ...core.stopwatch import in_turns
-from ...core.table import Cells, table
+from ...core.table import Column, Table, as_text, words
 from ...layers import Sketching
+from ...layers.isolation import no_gradient_hooks
 from ...layers.transform import exact
 from ...ops import sketched_linear
-from ...sketches import Sketch
+from ...sketches import AnySketch
 from ..noise.passes import Loss, scalar_loss
 from ..restore import restored
 
@@ -60,6 +61,18 @@ def compare(exact_seconds: Sequence[float], sketched_seconds: Sequence[float]) -
 
 def step_times(model: nn.Module, loss_fn: Loss, batch: Any, rounds: int = 7) -> Times:
     """Forward and backward over ``batch``, exact and sketched in turns; no optimizer step."""
+    with restored(model):
+        return times_of(model, loss_fn, batch, rounds)
+
+
+def times_of(
+    model: nn.Module,
+    loss_fn: Loss,
+    batch: Any,
+    rounds: int | tuple[int, int],
+    seconds: float = 0.0,
+) -> Times:
+    """``step_times`` inside ``restored``."""
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> None:
@@ -70,9 +83,8 @@ def step_times(model: nn.Module, loss_fn: Loss, batch: Any, rounds: int = 7) -> 
         with exact(model):
             step()
 
-    with restored(model):
-        seconds = in_turns([exact_step, step], rounds, parameters[0].device)
-    return compare(*seconds)
+    with no_gradient_hooks(parameters):
+        return compare(*in_turns([exact_step, step], rounds, parameters[0].device, seconds))
 
 
 @dataclass(frozen=True)
@@ -95,28 +107,33 @@ class BenchReport:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def cells(self) -> Cells:
-        """A line for each shape and sketch: header and cells."""
+    def headline(self) -> str:
+        faster = sum(line.times.ratio < 1 for line in self.lines)
+        return f"{faster} of {len(self.lines)} are faster than exact."
+
+    def tables(self) -> list[Table]:
+        """A row for each shape and sketch."""
+        columns = (
+            *(words("B × d × n"), words("sketch")),
+            *(Column(title, ".3f", scale=1e3) for title in ("exact ms", "sketched ms")),
+            *(Column(title, ".3f") for title in ("ratio", "±", "FLOPs")),
+        )
         rows = [
             (
-                " × ".join(map(str, line.shape)),
-                line.sketch,
-                f"{1e3 * line.times.exact:.3f}",
-                f"{1e3 * line.times.sketched:.3f}",
-                f"{line.times.ratio:.3f} ± {line.times.ratio_error:.3f}",
-                f"{line.flops:.3f}",
+                *(line.shape, line.sketch, line.times.exact, line.times.sketched),
+                *(line.times.ratio, line.times.ratio_error, line.flops),
             )
             for line in self.lines
         ]
-        return ("B × d × n", "sketch", "exact ms", "sketched ms", "ratio", "FLOPs"), rows
+        return [Table("Backward of a linear layer", columns, rows)]
 
     def __str__(self) -> str:
-        return table(*self.cells(), "<<>>>>")
+        return as_text(self)
 
 
 def bench(
     shapes: Sequence[tuple[int, int, int]],
-    sketches: Sequence[Sketch],
+    sketches: Sequence[AnySketch],
     rounds: int = 15,
     device: str | torch.device = "cpu",
 ) -> BenchReport:
@@ -133,7 +150,7 @@ def bench(
 
 
 def _backwards(
-    B: int, d: int, n: int, sketch: Sketch, device: torch.device
+    B: int, d: int, n: int, sketch: AnySketch, device: torch.device
 ) -> list[Callable[[], Any]]:
     shapes = ((B, d), (n, d), (n,), (B, n))
     x, W, b, G = (torch.randn(*shape, device=device) for shape in shapes)

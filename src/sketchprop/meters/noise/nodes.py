@@ -12,14 +12,14 @@ above and independent of the other draws.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..restore import hooked
 from .estimate import Estimate, over_draws
 from .passes import squared_norm
 
@@ -88,19 +88,8 @@ class Taps:
         self.layers = layers
         self._record: Record | None = None
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        handles = []
-        for layer in self.layers:
-            handles += [
-                layer.register_forward_pre_hook(self._enter, with_kwargs=True),
-                layer.register_forward_hook(self._leave),
-            ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def installed(self) -> AbstractContextManager[None]:
+        return hooked(self.layers, self._enter, self._leave)
 
     def start(self) -> Record:
         """Before a forward pass."""
@@ -131,7 +120,7 @@ class Taps:
 
         return torch.utils._pytree.tree_map(alias, (args, kwargs))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         record = self._record
         if record is None:
             return

@@ -7,15 +7,15 @@ are put back before each, and a draw is a number: the same number draws the same
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...layers import SketchedModule
-from ..restore import Buffers
+from ..restore import Buffers, hooked
 
 Loss = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch)``, a scalar: what one step of training would call backward on."""
@@ -52,19 +52,8 @@ class Switch:
         named = {i: self.layers[m] for m, indices in self._uses.items() for i in indices}
         return [named[i] for i in range(len(named))]
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        handles = []
-        for module in self.layers:
-            handles += [
-                module.register_forward_pre_hook(self._enter),
-                module.register_forward_hook(self._leave),
-            ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def installed(self) -> AbstractContextManager[None]:
+        return hooked(self.layers, self._enter, self._leave)
 
     def start(self, first: int | None, draw: int) -> None:
         """Before a forward pass; ``first=None`` is exact and records which uses there are."""
@@ -98,14 +87,14 @@ class Switch:
             "checkpointing, measure without checkpointing: the gradients are the same"
         )
 
-    def _enter(self, module: Any, args: Any) -> None:
+    def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
         index = self._index(module)
         module.sketching.exact = self._exact or index < self.first
         self._before.append(_random_state(module))
         if not module.sketching.exact and index not in self._own_randomness:
             seed(_device(module), self.seed, self.draw, index)
 
-    def _leave(self, module: Any, args: Any, output: Any) -> None:
+    def _leave(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         before, after = self._before.pop(), _random_state(module)
         # ``_calls`` moved on in _enter: this use is the last one that was counted.
         known = self._uses[module]

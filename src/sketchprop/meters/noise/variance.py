@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import torch
@@ -32,7 +33,10 @@ from torch import Tensor, nn
 from ..restore import restored
 from .estimate import Estimate, minibatch_variance, over_draws, variance_ratio
 from .nodes import NodeMeter, NodeVariance, Record, Taps
-from .passes import Gradients, Loss, squared_distance
+from .passes import Gradients, Loss, squared_distance, squared_norm
+
+Progress = Callable[[float], object]
+"""Told from time to time which share of the work is done."""
 
 SURPRISE = 5.0
 """Standard errors that an alignment may be off; by chance once in a million parameters."""
@@ -108,7 +112,26 @@ def measure_variance(
     below 5 % (at most 64 for each batch). ``split=False`` measures only the total, one step for
     each draw. All sums run in float64; nothing of the size of draws × parameters is stored.
     """
-    batches = list(batches)
+    with restored(model) as buffers:
+        gradients = Gradients(model, loss_fn, buffers, seed)
+        return variance_of(gradients, batches, draws=draws, split=split, nodes=nodes)
+
+
+def variance_of(
+    gradients: Gradients,
+    batches: Sequence[Any],
+    *,
+    draws: int | None,
+    split: bool,
+    nodes: bool,
+    seconds: float = math.inf,
+    progress: Progress | None = None,
+) -> VarianceReport:
+    """``measure_variance`` inside ``restored``, in about so many ``seconds``.
+
+    A time limit lowers the draws, down to two; where these would still take too long, it gives up
+    the split by layer.
+    """
     if len(batches) < 2:
         raise ValueError(
             f"{len(batches)} batch was given; σ² is the variance between batches: give at least "
@@ -116,16 +139,22 @@ def measure_variance(
         )
     if draws is not None and draws < 2:
         raise ValueError(f"draws={draws} has no spread; give at least 2, or None to let it choose")
-    with restored(model) as buffers:
-        gradients = Gradients(model, loss_fn, buffers, seed)
-        meter = _VarianceMeter(gradients, split, Taps(gradients.switch.layers) if nodes else None)
-        with meter.installed():
-            mean = _mean_gradient(gradients, batches)
-            count = draws or meter.pilot(batches[0], len(batches))
-            for batch in batches:
-                meter.add_batch(batch, mean, count)
-        sketches = {name: repr(m.sketch) for m, name in gradients.switch.layers.items()}
-        return meter.report(count, sketches)
+    meter = _VarianceMeter(gradients, split, Taps(gradients.switch.layers) if nodes else None)
+    with meter.installed():
+        start = monotonic()
+        mean = _mean_gradient(gradients, batches)
+        count = draws or meter.pilot(batches[0], len(batches))
+        if seconds < math.inf:
+            passes = len(batches) + (0 if draws else PILOT_DRAWS + 1)
+            a_pass = (monotonic() - start) / passes
+            left = seconds - (monotonic() - start)
+            count = meter.within(left / a_pass / len(batches), count)
+        for i, batch in enumerate(batches):
+            for draw in meter.add_batch(batch, mean, count):
+                if progress is not None:
+                    progress((i + (draw + 1) / count) / len(batches))
+    sketches = {name: repr(m.sketch) for m, name in gradients.switch.layers.items()}
+    return meter.report(count, sketches)
 
 
 def _mean_gradient(gradients: Gradients, batches: Sequence[Any]) -> list[Tensor]:
@@ -180,7 +209,15 @@ class _VarianceMeter:
         needed = math.ceil((spread / TARGET_ERROR) ** 2 / batches)
         return min(MAX_DRAWS, max(PILOT_DRAWS, needed))
 
-    def add_batch(self, batch: Any, mean: list[Tensor], draws: int) -> None:
+    def within(self, passes: float, draws: int) -> int:
+        """As many draws for each batch as so many ``passes`` over it allow."""
+        uses = len(self.gradients.switch.uses)
+        if self.split and passes / max(1, uses) < 2:
+            self.split = False
+        return max(2, min(draws, int(passes / (max(1, uses) if self.split else 1))))
+
+    def add_batch(self, batch: Any, mean: list[Tensor], draws: int) -> Iterator[int]:
+        """Measures one batch, and yields after each draw."""
         record = None if self.taps is None else self.taps.start()
         exact = self.gradients.exact(batch, keep_graph=record is not None)
         self.deviations.append(squared_distance([_wide(g) for g in exact], mean))
@@ -198,6 +235,7 @@ class _VarianceMeter:
         self.nodes.start_batch()
         for draw in range(draws):
             self._add_draw(batch, draw, exact, uses, record)
+            yield draw
 
     def _add_draw(
         self, batch: Any, draw: int, exact: list[Tensor], uses: list[str], record: Record | None
@@ -207,12 +245,12 @@ class _VarianceMeter:
         # The first use in forward is the last in backward: from the top of the network down.
         for first in reversed(range(1, len(uses))) if self.split else ():
             after = self.gradients.sketched(batch, draw, first)
-            injected[uses[first]] += squared_distance(after, before)
+            injected[uses[first]] += visible_distance(after, before)
             before = after
         sketched_record = None if record is None or self.taps is None else self.taps.start()
         final = self.gradients.sketched(batch, draw)
-        injected[uses[0]] += squared_distance(final, before)
-        total = squared_distance(final, exact)
+        injected[uses[0]] += visible_distance(final, before)
+        total = visible_distance(final, exact)
         if not math.isfinite(total):
             raise ValueError(
                 "a gradient is not finite; the variance of such gradients means nothing"
@@ -248,6 +286,14 @@ class _VarianceMeter:
                 if surprising(values)
             },
         )
+
+
+def visible_distance(a: list[Tensor], b: list[Tensor]) -> float:
+    """‖a - b‖², and 0 where that is what rounding leaves."""
+    distance = squared_distance(a, b)
+    eps = max(torch.finfo(g.dtype).eps for g in b)
+    rounding = (4 * eps) ** 2 * sum(map(squared_norm, b))
+    return 0.0 if distance <= rounding else distance
 
 
 def alignment(sketched: list[Tensor], exact: list[Tensor]) -> list[float]:
