@@ -56,8 +56,7 @@ def sampled_loss(
     """
     _check_options(importance, sample_dim)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-    samples = _samples(inputs, sample_dim)
-    r = _kept_number(budget, samples)
+    samples, r = kept_samples(inputs, budget, sample_dim)
     in_evaluation = isinstance(model, nn.Module) and not model.training
     if r >= samples or in_evaluation or not torch.is_grad_enabled():
         return loss_fn(_call(model, inputs), targets)
@@ -226,17 +225,24 @@ def _seed(grad: Tensor, kept: Tensor, scale: Tensor, dim: int) -> Tensor:
     return rows.to(solve_dtype(grad)) * factor.to(solve_dtype(grad))
 
 
+def kept_samples(inputs: Any, budget: float | int, sample_dim: int = 0) -> tuple[int, int]:
+    """How many samples there are in ``inputs``, and how many of them ``budget`` keeps."""
+    budget = check_budget(budget)
+    tensors = [x for x in _tensors(inputs) if x.dim() > sample_dim]
+    if not tensors:
+        raise TypeError(
+            f"inputs={type(inputs).__name__} has no tensor with an axis {sample_dim} of samples; "
+            "give a tensor, a tuple of arguments or a mapping of keyword arguments"
+        )
+    samples = tensors[0].shape[sample_dim]
+    kept = budget if isinstance(budget, int) else max(1, round(budget * samples))
+    return samples, min(kept, samples)
+
+
 def _call(model: Callable[..., Any], inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-
-
-def _kept_number(budget: float | int, samples: int) -> int:
-    budget = check_budget(budget)
-    if isinstance(budget, int):
-        return min(budget, samples)
-    return max(1, round(budget * samples))
 
 
 def _check_options(importance: str, sample_dim: int) -> None:
@@ -270,16 +276,6 @@ def _refuse_batch_norm(model: nn.Module) -> None:
                 f"model.get_submodule({name!r}).eval(), use LayerNorm or GroupNorm, or sketch the "
                 "layers instead: sketch_(model, Rows(0.1))"
             )
-
-
-def _samples(inputs: Any, dim: int) -> int:
-    tensors = [x for x in _tensors(inputs) if x.dim() > dim]
-    if not tensors:
-        raise TypeError(
-            f"inputs={type(inputs).__name__} has no tensor with an axis {dim} of samples; give a "
-            "tensor, a tuple of arguments or a mapping of keyword arguments"
-        )
-    return tensors[0].shape[dim]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
