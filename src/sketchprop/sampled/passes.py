@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from .replay import Recorder, Replay, random_state, same_state, set_random_state
-from .sources import Sources
+from .sources import Sources, held_generators
 
 
 @dataclass(frozen=True)
 class Randomness:
     """What was random in the first pass."""
 
-    model: Any
+    held: dict[str, Any]
     recorder: Recorder | None
     before: Sources
     after: Sources
@@ -27,7 +27,8 @@ def first_pass(
     model: Any, run: Callable[[], Any], samples: int, device: torch.device
 ) -> tuple[Any, Randomness]:
     """The outputs of all samples, without a graph, and what was random on the way."""
-    before, start = Sources.now(model), random_state(device)
+    held = held_generators(model)
+    before, start = Sources.now(held), random_state(device)
     recorder = None
     with torch.no_grad():
         outputs = None if _looks_random(model) else run()
@@ -42,9 +43,9 @@ def first_pass(
                     "the model draws random numbers that sampled_loss cannot repeat for the kept "
                     "samples (in compiled code); run it without torch.compile or without dropout"
                 )
-    after = Sources.now(model)
+    after = Sources.now(held)
     before.refuse_held(after)
-    return outputs, Randomness(model, recorder, before, after)
+    return outputs, Randomness(held, recorder, before, after)
 
 
 def second_pass(run: Callable[[], Any], randomness: Randomness, kept: Tensor) -> Any:
@@ -58,7 +59,7 @@ def second_pass(run: Callable[[], Any], randomness: Randomness, kept: Tensor) ->
         with Replay(recorder, kept) as replay:
             outputs = run()
         replay.refuse_rest()
-    randomness.after.refuse_other_end(Sources.now(randomness.model))
+    randomness.after.refuse_other_end(Sources.now(randomness.held))
     return outputs
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,13 @@ class Sources:
     """Generators that modules hold as attributes, by the attribute's name."""
 
     @classmethod
-    def now(cls, model: Any) -> Sources:
+    def now(cls, held: Mapping[str, Any]) -> Sources:
+        """With the generators that ``held_generators`` has found."""
         numpy = _numpy_random()
         return cls(
             random.getstate(),
             None if numpy is None else numpy.get_state(),
-            {name: _state(generator) for name, generator in _held(model)},
+            {name: _state(generator) for name, generator in held.items()},
         )
 
     def restore(self) -> None:
@@ -68,20 +71,22 @@ class Sources:
             )
 
 
-def _held(model: Any) -> Iterator[tuple[str, Any]]:
+def held_generators(model: Any) -> dict[str, Any]:
+    """The generators that a module or one of its children has as an attribute, by name."""
     if not isinstance(model, nn.Module):
-        return
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if _is_generator(value):
-                yield f"{path}.{name}".lstrip("."), value
-
-
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, torch.Generator | random.Random):
-        return True
+        return {}
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
     numpy = _numpy_random()
-    return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
+    if numpy is not None:
+        kinds += (numpy.Generator, numpy.RandomState)
+    found = {
+        (module, name): value
+        for module in model.modules()
+        for name in vars(module).keys() - _OF_EVERY_MODULE
+        if isinstance(value := vars(module)[name], kinds)
+    }
+    paths = {module: path for path, module in model.named_modules()} if found else {}
+    return {f"{paths[module]}.{name}".lstrip("."): g for (module, name), g in found.items()}
 
 
 def _state(generator: Any) -> Any:
