@@ -90,6 +90,8 @@ def test_running_layers_remember_and_stay_unbiased():
     assert isinstance(model[0].memory, RowMemory)
     report = check_unbiased(model, lambda m, x: m(x)[:, 0].square().mean(), x, draws=400)
     assert report.ok, str(report)
+    assert model[0].memory._norms is None  # a check remembers nothing
+    model(x)[:, 0].square().mean().backward()
     assert model[0].memory._norms.shape == (4,)
     assert model[0].memory._norms[0] > model[0].memory._norms[1:].max()
     assert not any("memory" in key for key in model.state_dict())
