@@ -167,7 +167,7 @@ def test_accumulation_and_bfloat16(tmp_path: Path) -> None:
         arguments(tmp_path, gradient_accumulation_steps=2, bf16=True),
         train_dataset=examples(),
         budget=0.25,
-        importance="uniform",
+        by="uniform",
     ).train()
     assert weights(model).isfinite().all()
     assert (weights(model) != before).any()

@@ -316,8 +316,8 @@ def test_refusals_say_what_to_do():
         sp.sampled_backward(lambda x: plain(x).mean(), lambda o, y: o, x, y, 0.5)
     with pytest.raises(TypeError, match="no tensor"):
         sp.sampled_backward(plain, F.cross_entropy, "x", y, 0.5)
-    with pytest.raises(ValueError, match="importance='gradient'"):
-        sp.sampled_backward(plain, F.cross_entropy, x, y, 0.5, importance="input")
+    with pytest.raises(ValueError, match="by='gradient'"):
+        sp.sampled_backward(plain, F.cross_entropy, x, y, 0.5, by="input")
 
 
 def test_dropout_inside_checkpointing_is_refused():

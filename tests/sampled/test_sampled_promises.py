@@ -39,8 +39,8 @@ def digits(samples=7, inputs=4, classes=3):
     return x, torch.randint(classes, (samples,), generator=generator)
 
 
-@pytest.mark.parametrize("importance", ["gradient", "uniform"])
-def test_parameters_of_the_loss_get_their_gradient(importance):
+@pytest.mark.parametrize("by", ["gradient", "uniform"])
+def test_parameters_of_the_loss_get_their_gradient(by):
     """A learned temperature, a regulariser, and an auxiliary loss on other data."""
     net = nn.Linear(4, 3).double()
     log_scale = nn.Parameter(torch.tensor(0.7).double())
@@ -58,7 +58,7 @@ def test_parameters_of_the_loss_get_their_gradient(importance):
     parameters = [net.weight, net.bias, log_scale]
     assert_unbiased(
         parameters,
-        lambda u: sp.sampled_loss(net, loss_fn, x, y, 3, importance=importance, uniforms=u),
+        lambda u: sp.sampled_loss(net, loss_fn, x, y, 3, by=by, uniforms=u),
         lambda: loss_fn(net(x), y),
     )
     drawn = sp.sampled_loss(net, scaled, x, y, 3)
@@ -127,7 +127,7 @@ def test_a_loss_scale_passes_through_float16():
         mean = torch.zeros_like(wanted)
         draws = every_draw(
             lambda u, scale=scale: gradient(
-                lambda: sp.sampled_loss(net, loss_fn, x, y, 2, importance="uniform", uniforms=u),
+                lambda: sp.sampled_loss(net, loss_fn, x, y, 2, by="uniform", uniforms=u),
                 scale,
             )
         )
@@ -179,14 +179,14 @@ def test_masked_logits_give_a_finite_loss():
     )
 
 
-@pytest.mark.parametrize("importance", ["gradient", "uniform"])
-def test_an_output_of_one_number_for_each_sample(importance):
+@pytest.mark.parametrize("by", ["gradient", "uniform"])
+def test_an_output_of_one_number_for_each_sample(by):
     net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 1), nn.Flatten(0)).double()
     x, _ = digits()
     y = torch.randn(7).double()
     assert_unbiased(
         list(net.parameters()),
-        lambda u: sp.sampled_loss(net, F.mse_loss, x, y, 3, importance=importance, uniforms=u),
+        lambda u: sp.sampled_loss(net, F.mse_loss, x, y, 3, by=by, uniforms=u),
         lambda: F.mse_loss(net(x), y),
     )
 

@@ -91,7 +91,7 @@ class SampledTrainer(Trainer):
     """A ``Trainer`` whose training steps use ``sampled_loss``; all else is exact.
 
     ``budget`` of the samples of a batch (a share, or a number) are drawn, p ∝ ‖G_s‖, or equally
-    with ``importance="uniform"``; the other arguments are those of ``Trainer``. The loss is the one
+    with ``by="uniform"``; the other arguments are those of ``Trainer``. The loss is the one
     that ``Trainer`` would take: ``compute_loss_func``, label smoothing, or the model's own. The
     latter has to be a function of the outputs here, ``model.loss_function``; in the first step it
     is compared with what the model returns, and refused if they differ. Evaluation, prediction and
@@ -101,10 +101,10 @@ class SampledTrainer(Trainer):
     """
 
     def __init__(
-        self, *args: Any, budget: float | int, importance: str = "gradient", **kwargs: Any
+        self, *args: Any, budget: float | int, by: str = "gradient", **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.budget, self.importance = budget, importance
+        self.budget, self.by = budget, by
         self._counts_items: bool | None = None
 
     def compute_loss(
@@ -136,7 +136,7 @@ class SampledTrainer(Trainer):
         # A decoder makes its inputs from the labels.
         keep = own and getattr(base.config, "is_encoder_decoder", False)
         given = {name: x for name, x in inputs.items() if keep or name not in labels}
-        return sampled_loss(model, loss_fn, given, labels, self.budget, importance=self.importance)
+        return sampled_loss(model, loss_fn, given, labels, self.budget, by=self.by)
 
     def _compare_losses(
         self, model: nn.Module, base: Any, inputs: dict[str, Any], items: Tensor | int | None

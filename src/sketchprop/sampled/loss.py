@@ -15,7 +15,7 @@ from ..core.probabilities import water_fill
 from ..core.sampling import Uniforms, draw, draw_uniforms
 from .passes import first_pass, second_pass
 
-IMPORTANCE = ("gradient", "uniform")
+BY = ("gradient", "uniform")
 
 
 def sampled_loss(
@@ -25,7 +25,7 @@ def sampled_loss(
     targets: Any,
     budget: float | int,
     *,
-    importance: str = "gradient",
+    by: str = "gradient",
     sample_dim: int = 0,
     uniforms: Uniforms = draw_uniforms,
 ) -> Tensor:
@@ -33,7 +33,7 @@ def sampled_loss(
 
     ``model`` runs on all samples without a graph; G, the gradient of the loss at its output, says
     what each sample carries. ``budget`` of the samples (a share, or a number) are drawn, p ∝ ‖G_s‖
-    (``importance="uniform"``: equal where G_s ≠ 0), and ``model`` runs again on those, with a
+    (``by="uniform"``: equal where G_s ≠ 0), and ``model`` runs again on those, with a
     graph. The gradient is Σ J_sᵀG_s/p_s over the kept ones, and what the loss owes to anything but
     the outputs (a learned temperature, a regulariser, targets with a graph) is added exactly. Its
     mean is the exact gradient, for any loss of the outputs, as long as the model treats each
@@ -54,7 +54,7 @@ def sampled_loss(
     for each sample. In evaluation mode, under ``no_grad`` and where all samples are kept it is the
     plain loss.
     """
-    _check_options(importance, sample_dim)
+    _check_options(by, sample_dim)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     samples, r = kept_samples(inputs, budget, sample_dim)
     in_evaluation = isinstance(model, nn.Module) and not model.training
@@ -65,7 +65,7 @@ def sampled_loss(
     device = _tensors(inputs)[0].device
     outputs, randomness = first_pass(model, partial(_call, model, inputs), samples, device)
     loss, grads = _loss_gradient(loss_fn, outputs, targets, samples, sample_dim)
-    p = water_fill(_sample_norms(grads, importance, sample_dim), r)
+    p = water_fill(_sample_norms(grads, by, sample_dim), r)
     kept, scale = draw(p, r, uniforms=uniforms)
 
     def pick(x: Any) -> Any:
@@ -194,7 +194,7 @@ def _leads_elsewhere(loss: Tensor, leaves: list[Tensor]) -> bool:
     return False
 
 
-def _sample_norms(grads: list[Tensor | None], importance: str, dim: int) -> Tensor:
+def _sample_norms(grads: list[Tensor | None], by: str, dim: int) -> Tensor:
     """√w for each sample, over all outputs; zero only where its gradient is zero: O(size of G)."""
     norms = []
     for grad in grads:
@@ -203,15 +203,13 @@ def _sample_norms(grads: list[Tensor | None], importance: str, dim: int) -> Tens
         rows = grad.movedim(dim, 0).reshape(grad.shape[dim], -1)
         dtype = None if grad.is_complex() else solve_dtype(grad)
         largest = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1, dtype=dtype)
-        if importance == "uniform":
+        if by == "uniform":
             norms.append((largest > 0).to(largest.dtype) + 0 * largest)
         else:  # never below the largest entry: squares of small ones underflow
             norm = torch.linalg.vector_norm(rows, dim=-1, dtype=dtype)
             norms.append(torch.maximum(norm, largest))
     together = torch.stack([norm.to(norms[0].device) for norm in norms])
-    return (
-        together.amax(0) if importance == "uniform" else torch.linalg.vector_norm(together, dim=0)
-    )
+    return together.amax(0) if by == "uniform" else torch.linalg.vector_norm(together, dim=0)
 
 
 def _seed(grad: Tensor, kept: Tensor, scale: Tensor, dim: int) -> Tensor:
@@ -245,11 +243,9 @@ def _call(model: Callable[..., Any], inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
-def _check_options(importance: str, sample_dim: int) -> None:
-    if importance not in IMPORTANCE:
-        raise ValueError(
-            f"importance={importance!r} is unknown; use importance='gradient' or 'uniform'"
-        )
+def _check_options(by: str, sample_dim: int) -> None:
+    if by not in BY:
+        raise ValueError(f"by={by!r} is unknown; use by='gradient' or 'uniform'")
     if isinstance(sample_dim, bool) or not isinstance(sample_dim, int) or sample_dim < 0:
         raise ValueError(
             f"sample_dim={sample_dim!r} is no axis counted from the front; give 0 for inputs like "
