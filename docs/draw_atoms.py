@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sketchprop import L1, optimal_probabilities, sample_exact
+from sketchprop import L1, Vjp, optimal_probabilities, sample_fixed
 from sketchprop.core.importance import l1
 
 B, N, RANK, U = 6, 12, 4, 0.55
@@ -25,8 +25,8 @@ def main() -> None:
     scale = torch.tensor([2.9, 0.5, 0.25, 1.1, 0.2, 0.7, 0.15, 2.2, 0.4, 0.9, 0.3, 0.6])
     G = torch.randn(B, N) * scale
     p = optimal_probabilities(l1(G), RANK)
-    kept = sample_exact(p, torch.tensor(U), RANK)
-    dense = L1(RANK)(G, u=torch.tensor(U, dtype=torch.float64)).dense()
+    kept = sample_fixed(p, torch.tensor(U), RANK)
+    dense = L1(RANK)(Vjp(G), lambda p, shape: p.new_tensor(U)).dense()
     assert dense.abs().sum(0).nonzero().flatten().tolist() == kept.tolist()
     parts = [*_matrix(G), *_bars(p, kept), *_line(p, kept), *_compact(G, p, kept)]
     Path(__file__).with_name("_static").joinpath("atoms.svg").write_text(

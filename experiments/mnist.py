@@ -193,7 +193,12 @@ class SampledStack(Stack):
         losses = torch.stack(
             [
                 sp.sampled_loss(
-                    partial(_network, own), F.cross_entropy, x[r], labels[r], self.budget, u=u[r]
+                    partial(_network, own),
+                    F.cross_entropy,
+                    x[r],
+                    labels[r],
+                    self.budget,
+                    uniforms=partial(_given, u[r]),
                 )
                 for r, own in enumerate(replicas)
             ]
@@ -202,6 +207,11 @@ class SampledStack(Stack):
         self._update(parameters, torch.autograd.grad(losses.sum(), parameters))
         self.loss += losses.detach()
         self.steps += 1
+
+
+def _given(u: Tensor, p: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A replica's own uniform, whatever else is in its stack."""
+    return u
 
 
 def _network(parameters: Sequence[Tensor], x: Tensor) -> Tensor:

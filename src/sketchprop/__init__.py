@@ -9,9 +9,10 @@ true gradient and whose cost is a fraction.
 
 from ._version import __version__
 from .core.allocator import keep_pages
-from .core.compact import CompactGradient
+from .core.enumeration import every_draw, expectation
 from .core.probabilities import optimal_probabilities
-from .core.sampling import sample_exact, sample_independent
+from .core.sampling import sample_fixed, sample_independent
+from .core.vjp import CompactGradient, Vjp
 from .layers import SketchedLinear, SketchedModule, select, sketchable
 from .layers.schedule import Ladder, set_budget_
 from .layers.summary import summary
@@ -26,11 +27,15 @@ from .sketches import (
     ColumnSketch,
     Diagonal,
     ElementMask,
+    Every,
     ForwardRows,
+    Fresh,
     GradientSVD,
+    Planner,
     RankConstrained,
     Rows,
     RowSketch,
+    RunningNorms,
     SampleMask,
     Sketch,
     Split,
@@ -45,28 +50,35 @@ __all__ = [
     "CompactGradient",
     "Diagonal",
     "ElementMask",
+    "Every",
     "ForwardRows",
+    "Fresh",
     "GradientSVD",
     "Ladder",
     "Monitor",
+    "Planner",
     "RankConstrained",
     "RowSketch",
     "Rows",
+    "RunningNorms",
     "SampleMask",
     "Sketch",
     "SketchedLinear",
     "SketchedModule",
     "Split",
     "Variance",
+    "Vjp",
     "__version__",
     "check_unbiased",
+    "every_draw",
     "exact",
+    "expectation",
     "gate",
     "keep_pages",
     "measure",
     "optimal_probabilities",
     "plan",
-    "sample_exact",
+    "sample_fixed",
     "sample_independent",
     "sampled_backward",
     "sampled_loss",

@@ -1,8 +1,11 @@
 """The reader of MNIST: found, checked, refused with a clear word."""
 
+import errno
 import gzip
 import hashlib
+import http.client
 import urllib.error
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -100,8 +103,8 @@ def test_a_download_is_checked_and_cached(folder, monkeypatch):
         def __exit__(self, *args):
             pass
 
-        def read(self):
-            return self.content
+        def read(self, most):
+            return self.content[:most]
 
     def serve(url, timeout):
         asked.append(url)
@@ -121,6 +124,86 @@ def test_a_cut_idx_file_is_refused():
         data.parse_idx(idx((2, 3), bytes(5)))
     with pytest.raises(data.DataError, match="not an IDX file"):
         data.parse_idx(b"GIF89a")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\0\0\x08\x03\0\0",  # cut within its sizes
+        b"\0\0\x08\xff",
+        idx((0, 28, 28), b""),
+        idx((), b"a"),
+        idx((1,) * 70, b"a"),
+    ],
+)
+def test_idx_files_without_pictures_are_refused(content):
+    with pytest.raises(data.DataError, match="cut or damaged"):
+        data.parse_idx(content)
+
+
+def test_a_small_file_does_not_unpack_to_a_huge_one(folder):
+    path = folder / "mnist" / "train-labels-idx1-ubyte.gz"
+    path.write_bytes(gzip.compress(bytes(1 << 27)))
+    assert path.stat().st_size < 1 << 18
+    with pytest.raises(data.DataError, match="holds more than 67108864 bytes"):
+        data.mnist()
+
+
+def test_a_download_that_breaks_off_is_refused(folder, monkeypatch):
+    for path in (folder / "mnist").iterdir():
+        path.unlink()
+
+    def broken(url, timeout):
+        raise http.client.IncompleteRead(b"half")
+
+    monkeypatch.setattr(files.urllib.request, "urlopen", broken)
+    with pytest.raises(data.DataError, match=r"IncompleteRead.*SKETCHPROP_DATA="):
+        data.mnist()
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(self, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.Path, "replace", full)
+    with pytest.warns(UserWarning, match="No space left"):
+        files.keep(b"content", tmp_path / "cache" / "file")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_two_writers_of_one_cache_never_show_half_a_file(tmp_path):
+    path, size = tmp_path / "file", 1 << 16
+    seen = set()
+
+    def write(letter):
+        for _ in range(30):
+            files.keep(letter * size, path)
+            seen.add(path.read_bytes())
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, (b"a", b"b", b"c", b"d")))
+    assert seen <= {letter * size for letter in (b"a", b"b", b"c", b"d")}
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_that_another_process_removes_meanwhile_counts_as_missing(folder, monkeypatch):
+    monkeypatch.setattr(files.Path, "is_file", lambda self: True)
+    assert files.read(folder / "gone") is None
+
+
+def test_a_folder_without_access_is_named(folder, monkeypatch):
+    def refuse(self):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(files.Path, "read_bytes", refuse)
+    with pytest.raises(data.DataError, match=r"mnist.*Permission denied.*SKETCHPROP_DATA="):
+        data.mnist(download=False)
+
+
+def test_a_home_that_does_not_exist_is_named(monkeypatch):
+    monkeypatch.setenv("SKETCHPROP_DATA", "~nobody-has-this-name/data")
+    with pytest.raises(data.DataError, match="Give the whole path"):
+        data.mnist(download=False)
 
 
 def test_the_real_digits():

@@ -152,9 +152,9 @@ def test_the_attack_is_a_real_one(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (batch(3)[:-2000], "truncated"),
+        (batch(3)[:-2000], "not a batch"),
         (batch(3)[:40], "not a batch"),
-        (b"", "EOFError"),
+        (b"", "not a batch"),
         (b"<html>moved</html>", "not a batch"),
         (pickle.dumps([1, 2], 2), "lacks b'data'"),
         (pickle.dumps({"data": 1, "labels": [1]}, 2), "lacks b'data'"),
@@ -170,6 +170,29 @@ def test_the_attack_is_a_real_one(tmp_path):
 def test_what_is_no_batch_is_refused(content, message):
     with pytest.raises(data.DataError, match=message):
         cifar.parse_batch(content)
+
+
+RECONSTRUCT = b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n"
+EMPTY_ARRAY = RECONSTRUCT + b"cnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        # An array that was never filled.
+        (b"\x80\x02}(U\x06labels](K\x01eU\x04data" + EMPTY_ARRAY[2:] + b"u.", "AttributeError"),
+        # 2³⁰ places for one value: 16 GB if it were done.
+        (b"\x80\x02]r\x00\x00\x00\x40.", "stored at place 1073741824"),
+        (b"]p1073741824\n.", "stored at place 1073741824"),
+        # Attributes of the function that makes arrays.
+        (RECONSTRUCT + b"N}U\x0c__defaults__)s\x86b.", "not a batch"),
+        (RECONSTRUCT + b"}U\x04evilK\x01sb.", "not a batch"),
+    ],
+)
+def test_pickles_that_only_do_harm_are_refused(content, message):
+    with pytest.raises(data.DataError, match=message):
+        cifar.parse_batch(content)
+    assert len(cifar.parse_batch(batch(3)).labels) == 3
 
 
 def test_the_stand_in_is_what_numpy_builds():
@@ -195,7 +218,7 @@ def test_reading_does_not_import_numpy(folder):
 
 
 class Answer(io.BytesIO):
-    pass
+    """What ``urlopen`` returns, as far as it is used."""
 
 
 def archive(folder):
@@ -227,6 +250,24 @@ def test_a_download_is_checked_unpacked_and_cached(folder, monkeypatch, tmp_path
     assert asked == [cifar.CIFAR10_ARCHIVE] * 2
     written = sorted(p.name for p in tmp_path.joinpath("cache").rglob("*") if p.is_file())
     assert written == sorted(NAMES)
+
+
+def test_where_nothing_can_be_kept_one_download_still_serves(folder, monkeypatch, tmp_path):
+    content = archive(folder)
+    monkeypatch.setenv("SKETCHPROP_DATA", str(tmp_path / "nothing"))
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
+    monkeypatch.setattr(cifar, "CIFAR10_ARCHIVE_MD5", hashlib.md5(content).hexdigest())
+    asked = []
+
+    def serve(url, timeout):
+        asked.append(url)
+        return Answer(content)
+
+    monkeypatch.setattr(files.urllib.request, "urlopen", serve)
+    with pytest.warns(UserWarning, match="SKETCHPROP_CACHE="):
+        assert len(data.cifar10().labels) == 15
+    assert len(asked) == 1
 
 
 def test_without_network_the_error_says_what_to_do(folder, monkeypatch, tmp_path):

@@ -1,7 +1,6 @@
 """The whole backward on a few samples: unbiased for every parameter, in every kind of loop."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
-from sketchprop.core.probabilities import water_fill
+from sketchprop.core.enumeration import expectation
 
 
 class Residual(nn.Module):
@@ -51,17 +50,27 @@ def exact_gradients(model, x, y, seed):
     return gradients(model)
 
 
-def pieces(p):
-    sums = p.cumsum(0)
-    points = torch.cat([sums - sums.floor(), torch.tensor([0.0, 1.0]).double()]).sort().values
-    return [(low, high) for low, high in pairwise(points) if high > low]
+def fixed(u):
+    """Uniforms that are always u."""
+    return lambda p, shape: torch.full(shape, u, dtype=torch.float64)
 
 
-def output_probabilities(model, x, y, r, seed):
-    torch.manual_seed(seed)
-    out = model(x).detach().requires_grad_()
-    (G,) = torch.autograd.grad(F.cross_entropy(out, y), out)
-    return water_fill(G.norm(dim=1), r)
+def mean_gradients(model, run, seed=0):
+    """E of each gradient that ``run(uniforms)`` makes, over all draws, with the same masks."""
+    names = [name for name, _ in model.named_parameters()]
+
+    def grads(uniforms):
+        torch.manual_seed(seed)
+        run(uniforms)
+        found = gradients(model)
+        return tuple(found[name] for name in names)
+
+    return dict(zip(names, expectation(grads), strict=True))
+
+
+def assert_same(got, wanted):
+    for name, g in wanted.items():
+        torch.testing.assert_close(got[name], g, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -70,7 +79,6 @@ def test_unbiased_for_every_parameter_with_the_same_masks(dropout, batch_first):
     model = Residual(dropout, batch_first).double()
     x, y = batch(8, batch_first)
     wanted = exact_gradients(model, x, y, seed=3)
-    p = output_probabilities(model, x, y, 3, seed=3)
 
     class SampleFirst(nn.Module):
         """A sequence-first network whose outputs have the samples first, its inputs too."""
@@ -83,14 +91,11 @@ def test_unbiased_for_every_parameter_with_the_same_masks(dropout, batch_first):
             return self.inner(x if batch_first else x.transpose(0, 1))
 
     given = x if batch_first else x.transpose(0, 1)
-    mean = {name: torch.zeros_like(g) for name, g in wanted.items()}
-    for low, high in pieces(p):
-        torch.manual_seed(3)
-        sp.sampled_backward(SampleFirst(), F.cross_entropy, given, y, 3, u=(low + high) / 2)
-        for name, g in gradients(model).items():
-            mean[name] += (high - low) * g
-    for name, g in wanted.items():
-        torch.testing.assert_close(mean[name], g, rtol=1e-9, atol=1e-12)
+
+    def run(uniforms):
+        sp.sampled_backward(SampleFirst(), F.cross_entropy, given, y, 3, uniforms=uniforms)
+
+    assert_same(mean_gradients(model, run, seed=3), wanted)
 
 
 def test_it_returns_the_loss_of_the_whole_batch_and_keeps_few_samples():
@@ -115,15 +120,11 @@ def test_a_loss_that_couples_samples_is_unbiased():
 
     contrast(model(x), None).backward()
     wanted = gradients(model)
-    out = model(x).detach().requires_grad_()
-    p = water_fill(torch.autograd.grad(contrast(out, None), out)[0].norm(dim=1), 2)
-    mean = {name: torch.zeros_like(g) for name, g in wanted.items()}
-    for low, high in pieces(p):
-        sp.sampled_backward(model, contrast, x, None, 2, u=(low + high) / 2)
-        for name, g in gradients(model).items():
-            mean[name] += (high - low) * g
-    for name, g in wanted.items():
-        torch.testing.assert_close(mean[name], g, rtol=1e-9, atol=1e-12)
+
+    def run(uniforms):
+        sp.sampled_backward(model, contrast, x, None, 2, uniforms=uniforms)
+
+    assert_same(mean_gradients(model, run), wanted)
 
 
 def test_samples_without_a_gradient_cost_nothing():
@@ -167,11 +168,11 @@ def test_the_random_state_moves_on():
 def test_accumulation_and_scaling_are_those_of_a_loss():
     model = nn.Linear(6, 3).double()
     x, y = torch.randn(10, 6).double(), torch.randint(0, 3, (10,))
-    u = torch.tensor(0.4).double()
-    sp.sampled_backward(model, F.cross_entropy, x, y, 3, u=u)
+    u = fixed(0.4)
+    sp.sampled_backward(model, F.cross_entropy, x, y, 3, uniforms=u)
     one = gradients(model)
     for _ in range(2):
-        (sp.sampled_loss(model, F.cross_entropy, x, y, 3, u=u) * 8).backward()
+        (sp.sampled_loss(model, F.cross_entropy, x, y, 3, uniforms=u) * 8).backward()
     for name, g in gradients(model).items():
         torch.testing.assert_close(g, 16 * one[name])
 
@@ -179,11 +180,11 @@ def test_accumulation_and_scaling_are_those_of_a_loss():
 def test_autocast():
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
     x, y = torch.randn(10, 16), torch.randint(0, 3, (10,))
-    u = torch.tensor(0.4).double()
-    sp.sampled_backward(model, F.cross_entropy, x, y, 4, u=u)
+    u = fixed(0.4)
+    sp.sampled_backward(model, F.cross_entropy, x, y, 4, uniforms=u)
     full = gradients(model)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = sp.sampled_backward(model, F.cross_entropy, x, y, 4, u=u)
+        loss = sp.sampled_backward(model, F.cross_entropy, x, y, 4, uniforms=u)
     assert loss.dtype == torch.float32
     for name, g in gradients(model).items():
         assert g.dtype == torch.float32
@@ -194,11 +195,11 @@ def test_compiled_models():
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     x, y = torch.randn(10, 6).double(), torch.randint(0, 3, (10,))
-    u = torch.tensor(0.4).double()
-    sp.sampled_backward(model, F.cross_entropy, x, y, 3, u=u)
+    u = fixed(0.4)
+    sp.sampled_backward(model, F.cross_entropy, x, y, 3, uniforms=u)
     wanted = gradients(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    sp.sampled_backward(compiled, F.cross_entropy, x, y, 3, u=u)
+    sp.sampled_backward(compiled, F.cross_entropy, x, y, 3, uniforms=u)
     for name, g in gradients(model).items():
         torch.testing.assert_close(g, wanted[name])
 
@@ -207,14 +208,14 @@ def test_compiled_dropout_has_the_same_masks_or_is_refused():
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
     x, y = torch.randn(10, 6).double(), torch.randint(0, 3, (10,))
-    u = torch.tensor(0.4).double()
+    u = fixed(0.4)
     torch.manual_seed(2)
-    sp.sampled_backward(model, F.cross_entropy, x, y, 3, u=u)
+    sp.sampled_backward(model, F.cross_entropy, x, y, 3, uniforms=u)
     wanted = gradients(model)
     compiled = torch.compile(model, backend="inductor")
     torch.manual_seed(2)
     try:
-        sp.sampled_backward(compiled, F.cross_entropy, x, y, 3, u=u)
+        sp.sampled_backward(compiled, F.cross_entropy, x, y, 3, uniforms=u)
     except RuntimeError as error:
         assert "without torch.compile" in str(error)  # noqa: PT017
     else:
@@ -229,14 +230,14 @@ def test_in_ddp():
     try:
         model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
         x, y = torch.randn(10, 6).double(), torch.randint(0, 3, (10,))
-        u = torch.tensor(0.4).double()
+        u = fixed(0.4)
         torch.manual_seed(2)
-        sp.sampled_backward(model, F.cross_entropy, x, y, 3, u=u)
+        sp.sampled_backward(model, F.cross_entropy, x, y, 3, uniforms=u)
         wanted = gradients(model)
         parallel = nn.parallel.DistributedDataParallel(model)
         for _ in range(2):
             torch.manual_seed(2)
-            sp.sampled_backward(parallel, F.cross_entropy, x, y, 3, u=u)
+            sp.sampled_backward(parallel, F.cross_entropy, x, y, 3, uniforms=u)
             for name, g in gradients(model).items():
                 torch.testing.assert_close(g, wanted[name])
     finally:
@@ -315,8 +316,8 @@ def test_refusals_say_what_to_do():
         sp.sampled_backward(lambda x: plain(x).mean(), lambda o, y: o, x, y, 0.5)
     with pytest.raises(TypeError, match="no tensor"):
         sp.sampled_backward(plain, F.cross_entropy, "x", y, 0.5)
-    with pytest.raises(ValueError, match="weights='gradient'"):
-        sp.sampled_backward(plain, F.cross_entropy, x, y, 0.5, weights="input")
+    with pytest.raises(ValueError, match="by='gradient'"):
+        sp.sampled_backward(plain, F.cross_entropy, x, y, 0.5, by="input")
 
 
 def test_dropout_inside_checkpointing_is_refused():
@@ -350,46 +351,11 @@ def test_functional_dropout_is_found_too():
     model = Functional().double()
     x, y = torch.randn(8, 6).double(), torch.randint(0, 3, (8,))
     wanted = exact_gradients(model, x, y, seed=5)
-    p = output_probabilities(model, x, y, 3, seed=5)
-    mean = {name: torch.zeros_like(g) for name, g in wanted.items()}
-    for low, high in pieces(p):
-        torch.manual_seed(5)
-        sp.sampled_backward(model, F.cross_entropy, x, y, 3, u=(low + high) / 2)
-        for name, g in gradients(model).items():
-            mean[name] += (high - low) * g
-    for name, g in wanted.items():
-        torch.testing.assert_close(mean[name], g, rtol=1e-9, atol=1e-12)
 
+    def run(uniforms):
+        sp.sampled_backward(model, F.cross_entropy, x, y, 3, uniforms=uniforms)
 
-def test_in_a_trainer(tmp_path):
-    transformers = pytest.importorskip("transformers")
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-
-        def forward(self, x):
-            return {"logits": self.layer(x)}
-
-    class Sampled(transformers.Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-            labels = inputs.pop("labels")
-            return sp.sampled_loss(
-                model, lambda out, y: F.cross_entropy(out["logits"], y), inputs, labels, 0.5
-            )
-
-    x, y = torch.randn(32, 6), torch.randint(0, 3, (32,))
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
-    arguments = transformers.TrainingArguments(
-        tmp_path, max_steps=6, per_device_train_batch_size=8, report_to=[], use_cpu=True,
-        gradient_accumulation_steps=2, learning_rate=0.1, disable_tqdm=True, save_strategy="no",
-        remove_unused_columns=False,
-    )  # fmt: skip
-    model = Net()
-    before = F.cross_entropy(model.layer(x), y)
-    Sampled(model, arguments, train_dataset=data).train()
-    assert F.cross_entropy(model.layer(x), y) < before
+    assert_same(mean_gradients(model, run, seed=5), wanted)
 
 
 def test_in_lightning(tmp_path):

@@ -111,12 +111,13 @@ class Command(NamedTuple):
 
 
 _MODEL = "--model=mlp --data --batch-size --sketch"
+_TRIED = f"{_MODEL} --planner"
 _EFFORT = "--steps --batches --draws --learning-rate --no-split --rounds=7 --overhead --minutes"
-_CHECK_OPTIONS = "sketches --model --data --batch-size --draws --verbose"
-_MEASURE_OPTIONS = f"{_MODEL} {_EFFORT} --location --budgets --plot"
+_CHECK_OPTIONS = "sketches --planner --model --data --batch-size --draws --verbose"
+_MEASURE_OPTIONS = f"{_TRIED} {_EFFORT} --location --budgets --plot"
 _PLAN_OPTIONS = f"{_MODEL} --rounds=15 --plot"
 _BENCH_OPTIONS = "shapes --sketch --rounds=15 --device --plot"
-_REPORT_OPTIONS = f"{_MODEL} --output --title {_EFFORT}"
+_REPORT_OPTIONS = f"{_TRIED} --output --title {_EFFORT}"
 
 COMMANDS = (
     Command(run_check, "is it unbiased?", CHECK, CHECK_EXAMPLES, _CHECK_OPTIONS),
@@ -173,6 +174,7 @@ def _options() -> dict[str, dict[str, Any]]:
         ),
         "--batch-size": _value(128, "of built-in models' batches", type=_positive),
         "--sketch": _value(["L1(0.1)"], f"which; {by_name}", dest="sketches", **several),
+        "--planner": _text("who makes the atoms: Every(50), Fresh(rows=0.1), or module:Class(…)"),
         "--steps": _value([0], "train exactly for N first", type=_natural, nargs="+", metavar="N"),
         "--batches": _value(8, "how many different ones to measure on", type=_positive),
         "--draws": _text("Monte Carlo draws, for each batch", type=_positive),

@@ -15,11 +15,11 @@ from ..layers.transform import sketch_
 from ..meters import MeasureReport, bench, check_unbiased, measure, plan
 from ..report import html_report, setup_facts
 from ..report.charts import bench_chart, noise_chart, plan_chart
-from ..sketches import Sketch
+from ..sketches import AnySketch, Planner, Sketch, Split
 from .location import measure_location
 from .plots import plot_bars, plot_location
 from .show import Progress, complain, progress, say, show, write_json
-from .specs import Task, UsageError, load_task, parse_sketch, parse_sketches, train
+from .specs import Task, UsageError, load_task, parse_planner, parse_sketch, parse_sketches, train
 
 FINE, NO, USAGE, CRASH, STOPPED = 0, 1, 2, 3, 130
 """Exit codes; 130 is what a shell gives for Ctrl-C."""
@@ -28,11 +28,12 @@ FINE, NO, USAGE, CRASH, STOPPED = 0, 1, 2, 3, 130
 def run_check(options: Namespace) -> int:
     if options.model is None:
         sketches = [parse_sketch(text) for text in options.sketches]
-        reports = [check_unbiased(sketch, draws=options.draws) for sketch in sketches]
+        how = {"planner": _planner(options), "draws": options.draws}
+        reports = [check_unbiased(sketch, **how) for sketch in sketches]
     else:
         chosen = parse_sketches(options.sketches)
         task = _task(options)
-        sketch_(task.model, chosen)
+        sketch_(task.model, chosen, planner=_planner(options))
         (batch,) = task.take(1)
         drawn = {"draws": options.draws, "seed": options.seed}
         reports = [check_unbiased(task.model, task.loss_fn, batch, **drawn)]
@@ -83,7 +84,7 @@ def run_bench(options: Namespace) -> int:
 def run_report(options: Namespace) -> int:
     """The page is written whether the sketch pays or not."""
     chosen = parse_sketches(options.sketches)
-    tried = [chosen] if isinstance(chosen, Sketch) else [s for s in chosen.values() if s]
+    tried = [chosen] if isinstance(chosen, Sketch | Split) else [s for s in chosen.values() if s]
     task = _task(options)
     with progress() as line:
         _train(options, task, line)
@@ -152,7 +153,7 @@ def _measure(
     options: Namespace,
     task: Task,
     batches: list[Any],
-    sketch: Sketch | dict[str, Sketch | None],
+    sketch: AnySketch | dict[str, AnySketch | None],
     line: Progress,
 ) -> MeasureReport:
     line.stage("measuring: variance, FLOPs, saved bytes, times")
@@ -161,6 +162,7 @@ def _measure(
         task.loss_fn,
         batches,
         sketch,
+        planner=_planner(options),
         draws=options.draws,
         split=not options.no_split,
         rounds=options.rounds,
@@ -169,6 +171,10 @@ def _measure(
         minutes=options.minutes,
         progress=line.share,
     )
+
+
+def _planner(options: Namespace) -> Planner | None:
+    return None if options.planner is None else parse_planner(options.planner)
 
 
 def _facts(options: Namespace, task: Task) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..meters.noise.estimate import divide
 from ..meters.noise.passes import Gradients
 from ..meters.noise.variance import variance_of
 from ..meters.restore import restored
-from ..sketches import Sketch
+from ..sketches import AnySketch
 from .specs import Task, UsageError, train
 
 PLACES = ("first", "last", "all")
@@ -80,7 +80,7 @@ class LocationReport:
 
 def measure_location(
     task: Task,
-    methods: Sequence[Sketch],
+    methods: Sequence[AnySketch],
     budgets: Sequence[float],
     ages: Sequence[int],
     *,
@@ -104,7 +104,7 @@ def measure_location(
         held = task.take(batches)
         for method in methods:
             for budget in budgets:
-                sketch = replace(method, budget=budget)
+                sketch = method.with_budget(budget)
                 for place in PLACES:
                     found = _measure(task, dict.fromkeys(where[place], sketch), held, draws, seed)
                     points.append(LocationPoint(_name(method), budget, place, age, **found))
@@ -112,7 +112,7 @@ def measure_location(
 
 
 def _measure(
-    task: Task, sketch: dict[str, Sketch | None], held: list[Any], draws: int | None, seed: int
+    task: Task, sketch: dict[str, AnySketch | None], held: list[Any], draws: int | None, seed: int
 ) -> dict[str, Any]:
     with restored(task.model, sketch) as buffers:
         gradients = Gradients(task.model, task.loss_fn, buffers, seed)
@@ -126,7 +126,7 @@ def _measure(
     }
 
 
-def _name(method: Sketch) -> str:
+def _name(method: AnySketch) -> str:
     """The sketch without its budget."""
     shown = repr(method).partition("(")
     options = shown[2].partition(", ")[2].rstrip(")")

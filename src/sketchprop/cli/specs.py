@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from .. import sketches as built_in_sketches
 from ..data import mnist, normalised
 from ..meters.noise.passes import Loss
-from ..sketches import Sketch
+from ..sketches import AnySketch, Planner, Sketch, Split
 from ..zoo import Bert, ViT, mlp
 
 
@@ -66,6 +66,9 @@ class Random:
             yield self._draw()
 
 
+Kinds = tuple[type, ...]
+
+
 def sketch_names() -> list[str]:
     """The built-in sketches that can be made by name."""
     return [
@@ -73,73 +76,82 @@ def sketch_names() -> list[str]:
     ]
 
 
-def parse_sketch(text: str) -> Sketch:
+def parse_planner(text: str) -> Planner:
+    """``"Every(50)"``, or a planner of the user's own."""
+    planner: Planner = _parse(text, (Planner,), "a planner, for example Every(50)")
+    return planner
+
+
+def parse_sketch(text: str) -> AnySketch:
     """``"L1(0.1)"``, ``"L1(0.1, root=True)"``, or ``"module:Mine(0.1)"`` from the user's code.
 
     Nothing is evaluated: names of sketches are looked up and called with literals, or with
     further sketches; anything else is refused before it could run.
     """
+    sketch: AnySketch = _parse(text, (Sketch, Split), "a sketch, for example L1(0.1)")
+    return sketch
+
+
+def _parse(text: str, kinds: Kinds, wanted: str) -> Any:
     named = re.fullmatch(r"([\w.]+):(.+)", text.strip())
     path, expression = named.groups() if named else ("", text.strip())
     try:
         node = ast.parse(expression, mode="eval").body
     except SyntaxError:
-        raise UsageError(_no_sketch(text)) from None
+        raise UsageError(f"{text!r} is not {wanted}") from None
     scopes = [built_in_sketches] if not path else [load_module(path), built_in_sketches]
     if isinstance(node, ast.Name):
-        known = _look_up(node.id, scopes, text)
-        if isinstance(known, Sketch):
+        known = _look_up(node.id, scopes, text, kinds, wanted)
+        if isinstance(known, kinds):
             return known
         raise UsageError(f"{text!r} has no budget; type for example {known.__name__}(0.1)")
     if not isinstance(node, ast.Call):
-        raise UsageError(_no_sketch(text))
-    return _build(node, scopes, text)
+        raise UsageError(f"{text!r} is not {wanted}")
+    return _build(node, scopes, text, kinds, wanted)
 
 
-def _build(node: ast.Call, scopes: Sequence[Any], text: str) -> Sketch:
+def _build(node: ast.Call, scopes: Sequence[Any], text: str, kinds: Kinds, wanted: str) -> Any:
     def value(part: ast.expr) -> Any:
-        return _build(part, scopes, text) if isinstance(part, ast.Call) else ast.literal_eval(part)
+        if isinstance(part, ast.Call):
+            return _build(part, scopes, text, kinds, wanted)
+        return ast.literal_eval(part)
 
     if not isinstance(node.func, ast.Name):
-        raise UsageError(_no_sketch(text))
-    kind = _look_up(node.func.id, scopes, text)
-    if isinstance(kind, Sketch):
+        raise UsageError(f"{text!r} is not {wanted}")
+    kind = _look_up(node.func.id, scopes, text, kinds, wanted)
+    if isinstance(kind, kinds):
         raise UsageError(f"{text!r} calls a sketch that is made already; leave out the brackets")
     try:
         args = [value(part) for part in node.args]
         options = {str(keyword.arg): value(keyword.value) for keyword in node.keywords}
-        sketch: Sketch = kind(*args, **options)
+        made = kind(*args, **options)
     except UsageError:
         raise
     except (TypeError, ValueError) as error:
         raise UsageError(f"{text}: {error}") from error
-    return sketch
+    return made
 
 
-def _look_up(name: str, scopes: Sequence[Any], text: str) -> Any:
+def _look_up(name: str, scopes: Sequence[Any], text: str, kinds: Kinds, wanted: str) -> Any:
     """A class of sketches, or a sketch; nothing else that a module may hold."""
     known = next((getattr(s, name) for s in scopes if hasattr(s, name)), None)
     if known is None:
         names = ", ".join(sketch_names())
         raise UsageError(f"{name!r} is unknown in {text!r}; built-in sketches are {names}")
-    if isinstance(known, Sketch) or (isinstance(known, type) and issubclass(known, Sketch)):
+    if isinstance(known, kinds) or (isinstance(known, type) and issubclass(known, kinds)):
         return known
     raise UsageError(
-        f"{name!r} in {text!r} is a {type(known).__name__}, not a sketch; name a class derived "
-        "from sketchprop.Sketch, for example L1(0.1)"
+        f"{name!r} in {text!r} is a {type(known).__name__}, not {wanted}, or a class derived from "
+        f"sketchprop.{kinds[0].__name__}"
     )
 
 
-def _no_sketch(text: str) -> str:
-    return f"{text!r} is not a sketch; type for example 'L1(0.1)'"
-
-
-def parse_sketches(texts: Sequence[str]) -> Sketch | dict[str, Sketch | None]:
+def parse_sketches(texts: Sequence[str]) -> AnySketch | dict[str, AnySketch | None]:
     """One sketch, or ``PATTERN=SKETCH`` several times; ``PATTERN=exact`` leaves layers alone."""
     pairs = [_pattern(text) for text in texts]
     if len(pairs) == 1 and pairs[0][0] is None:
         return parse_sketch(texts[0])
-    chosen: dict[str, Sketch | None] = {}
+    chosen: dict[str, AnySketch | None] = {}
     for pattern, text in pairs:
         if pattern is None:
             raise UsageError(f"{text!r}: with several --sketch each needs a pattern, 'fc*={text}'")
@@ -239,6 +251,8 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Any], bool]]
 
 
 def _concrete(value: Any) -> bool:
+    if value is Split:
+        return True
     return isinstance(value, type) and issubclass(value, Sketch) and not value.__abstractmethods__
 
 

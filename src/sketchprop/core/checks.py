@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-SAMPLINGS = ("exact", "independent")
+SAMPLINGS = ("fixed", "independent")
 
 
 def solve_dtype(x: Tensor) -> torch.dtype:
@@ -56,28 +57,33 @@ def check_budget(budget: object) -> float | int:
 def check_sampling(sampling: object) -> None:
     if sampling not in SAMPLINGS:
         raise ValueError(
-            f"sampling={sampling!r} is unknown; use sampling='exact' (always the same number of "
+            f"sampling={sampling!r} is unknown; use sampling='fixed' (always the same number of "
             "atoms) or sampling='independent' (one coin per atom)"
         )
 
 
-def check_score_rows(rows: object) -> None:
+def check_choice(option: str, value: object, choices: Mapping[str | None, str]) -> None:
+    """Refuses a value that is none of ``choices``, each named with what it means."""
+    if value not in choices:
+        listed = [f"{choice!r} ({meaning})" for choice, meaning in choices.items()]
+        known = f"{', '.join(listed[:-1])} or {listed[-1]}"
+        raise ValueError(f"{option}={value!r} is unknown; use {option}={known}")
+
+
+def check_share(name: str, rows: object) -> None:
     whole = isinstance(rows, numbers.Integral) and not isinstance(rows, bool)
     if not isinstance(rows, numbers.Real) or isinstance(rows, bool):
-        raise TypeError(f"score_rows={rows!r}; give a share in (0, 1] or a number of rows")
+        raise TypeError(f"{name}={rows!r}; give a share in (0, 1] or a number of rows")
     if float(rows) <= 0 or math.isnan(float(rows)) or (not whole and float(rows) > 1):
         raise ValueError(
-            f"score_rows={rows!r}; give a share of the rows in (0, 1], for example 0.1, or a "
+            f"{name}={rows!r}; give a share of the rows in (0, 1], for example 0.1, or a "
             "number of rows, for example 256"
         )
 
 
-def check_refresh(every: object) -> None:
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(
-            f"refresh_every={every!r}; give the number of steps a plan is used for, an integer "
-            "of at least 1"
-        )
+def check_steps(name: str, steps: object) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"{name}={steps!r}; give a number of steps, an integer of at least 1")
 
 
 def check_weight(W: Tensor | None, sketch: object) -> Tensor:
@@ -88,6 +94,16 @@ def check_weight(W: Tensor | None, sketch: object) -> Tensor:
             "a sketch that looks at the gradient alone, for example L1"
         )
     return W
+
+
+def check_input(X: Tensor | None, sketch: object) -> Tensor:
+    """The input that ``sketch`` looks at."""
+    if X is None:
+        raise TypeError(
+            f"{sketch!r} looks at the layer's input, and none was given; pass Vjp(G, W, X), or "
+            "use a sketch that looks at the gradient alone, for example Rows(0.1)"
+        )
+    return X
 
 
 def check_local(weight: Tensor, sketch: object) -> None:

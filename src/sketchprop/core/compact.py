@@ -1,33 +1,19 @@
-"""Compact gradients: Ĝ without its zeros, and the products a layer owes with it.
-
-Each class has the same five members. For Y = XWᵀ + b with ``X: [..., B, d]``, ``W: [..., n, d]``:
-
-    dense()          Ĝ                 [..., B, n]
-    input_grad(W)    dX = Ĝ W          [..., B, d]
-    weight_grad(X)   dW = Ĝᵀ X         [..., n, d]
-    bias_grad()      db = 1ᵀ Ĝ         [..., n]
-    nbytes           what a message with Ĝ in it has to carry
-"""
+"""Atoms of G, and compact gradients: Ĝ without its zeros, with the products a layer owes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from .checks import solve_dtype
+from .sampling import Atoms, Uniforms, draw_uniforms
+from .vjp import CompactGradient, Vjp
 
-
-class CompactGradient(Protocol):
-    """What flows from a sketch to a layer, a meter or a pipeline stage."""
-
-    def dense(self) -> Tensor: ...
-    def input_grad(self, W: Tensor) -> Tensor: ...
-    def weight_grad(self, X: Tensor) -> Tensor: ...
-    def bias_grad(self) -> Tensor: ...
-    @property
-    def nbytes(self) -> int: ...
+__all__ = ["CompactGradient"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +50,15 @@ class KeptColumns:
 
 
 @dataclass(frozen=True)
+class ColumnAtoms(Atoms):
+    """The columns of G."""
+
+    def keep(self, vjp: Vjp, index: Tensor, scale: Tensor) -> KeptColumns:
+        values = scaled(take_columns(vjp.G, index), scale.unsqueeze(-2))
+        return KeptColumns(index, values, vjp.G.shape[-1])
+
+
+@dataclass(frozen=True)
 class KeptRows:
     """Some rows of Ĝ: ``values[..., r, n]`` are its rows ``index[..., r]`` of ``B``."""
 
@@ -86,6 +81,54 @@ class KeptRows:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + 4 * self.index.numel()
+
+
+@dataclass(frozen=True)
+class RowAtoms(Atoms):
+    """The rows of G, or several rows together.
+
+    ``units: [units, rows of a unit]``, the rows of each atom; ``None``: atom i is row i.
+    """
+
+    units: Tensor | None = None
+
+    def rows(self, index: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of the units ``index``, and what each is multiplied with."""
+        if self.units is None:
+            return index, scale
+        return self.units[index].flatten(-2), scale.repeat_interleave(self.units.shape[1], -1)
+
+    def keep(self, vjp: Vjp, index: Tensor, scale: Tensor) -> CompactGradient:
+        index, scale = self.rows(index, scale)
+        values = scaled(take_rows(vjp.G, index), scale.unsqueeze(-1))
+        return KeptRows(index, values, vjp.G.shape[-2])
+
+
+@dataclass(frozen=True)
+class SketchedRowAtoms(RowAtoms):
+    """Rows of G that are sketched once more, by ``then``, when they are kept."""
+
+    then: Callable[[Vjp, Uniforms], CompactGradient] = field(kw_only=True)
+
+    def draw(self, vjp: Vjp, uniforms: Uniforms = draw_uniforms) -> OfRows:
+        kept: Any = super().draw(vjp, uniforms)
+        X = None if vjp.X is None else take_rows(vjp.X, kept.index)
+        return OfRows(kept.index, self.then(Vjp(kept.values, vjp.W, X), uniforms), kept.B)
+
+
+@dataclass(frozen=True)
+class InputRowAtoms(RowAtoms):
+    """Rows of X for dW alone; dX and db are exact."""
+
+    def keep(self, vjp: Vjp, index: Tensor, scale: Tensor) -> TwoSided:
+        index, scale = self.rows(index, scale)
+        values = scaled(rows_for_weight(vjp.G, index), scale.unsqueeze(-1))
+        return TwoSided(Whole(vjp.G), KeptRows(index, values, vjp.G.shape[-2]), Whole(vjp.G))
+
+    def of_input(self, X: Tensor, uniforms: Uniforms = draw_uniforms) -> tuple[Tensor, Tensor]:
+        """In forward: the kept rows of X, with 1/p in them, and their places."""
+        index, scale = self.rows(*self.choose(uniforms))
+        return scaled(take_rows(X, index), scale.unsqueeze(-1)), index
 
 
 @dataclass(frozen=True)
@@ -215,6 +258,22 @@ class MaskedElements:
     @property
     def nbytes(self) -> int:
         return self.G.nbytes
+
+
+@dataclass(frozen=True)
+class ElementAtoms(Atoms):
+    """Single elements of each row of W and of X: ``probabilities: [..., n + B, d]``."""
+
+    def keep(self, vjp: Vjp, index: Tensor, scale: Tensor) -> MaskedElements:
+        mask = torch.zeros_like(self.probabilities).scatter_(-1, index, scale).to(vjp.G.dtype)
+        n = vjp.G.shape[-1]
+        return MaskedElements(vjp.G, mask[..., :n, :], mask[..., n:, :])
+
+
+def rows_for_weight(G: Tensor, index: Tensor) -> Tensor:
+    """The rows ``index`` of G; not finite where any row is not, kept or dropped."""
+    unseen = 0 * G.sum((-2, -1), keepdim=True)
+    return take_rows(G, index) + unseen
 
 
 def take_rows(A: Tensor, index: Tensor) -> Tensor:

@@ -106,5 +106,6 @@ def _breakpoints(p: Tensor, coins: bool) -> Tensor:
 
 def _pieces(breakpoints: Tensor) -> list[tuple[float, float]]:
     """Lengths and midpoints of the intervals of [0, 1) between breakpoints."""
-    points = torch.cat([breakpoints, breakpoints.new_tensor([0.0, 1.0])]).unique(sorted=True)
+    points = torch.cat([breakpoints, breakpoints.new_tensor([0.0, 1.0])])
+    points = torch.unique_consecutive(points.sort().values)
     return [(high - low, (low + high) / 2) for low, high in pairwise(points.tolist())]

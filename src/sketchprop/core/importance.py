@@ -1,13 +1,13 @@
-"""Importance weights wᵢ of the atoms of G, and the guard that keeps every sketch unbiased.
+"""The importance wᵢ of the atoms of G, and the guard that keeps every sketch unbiased.
 
-The law: **a weight is zero only where its atom of G is zero**, because p = 0 follows from w = 0
+The law: **it is zero only where its atom of G is zero**, because p = 0 follows from w = 0
 and the same Ĝ makes dX, dW and db. Three of the paper's formulas break it: they look at G·W, or
 at the spread of a column, and miss what those cannot see. Here each of them gets a small share
 (``FLOOR``) of what it cannot see: pretend that each output also matters by itself, that is
 replace WWᵀ by WWᵀ + αI with α = FLOOR·mean‖Wᵢ‖², and Var(gᵢ) by Var(gᵢ) + FLOOR·mean(gᵢ²).
-(W = 0 leaves all weights zero, and then all probabilities are equal: unbiased too.)
+(W = 0 makes everything unimportant, and then all probabilities are equal: unbiased too.)
 
-``G: [..., B, n]``, ``W: [..., n, d]``; weights come out as ``[..., n]``, in float32 or better.
+``G: [..., B, n]``, ``W: [..., n, d]``; importance comes out as ``[..., n]``, in float32 or better.
 They are exact for entries of G between about 1e-18 and 1e18 in float32 (they are squares).
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from .checks import solve_dtype
 
 FLOOR = 0.05
-"""The share of the unseen in the guarded weights.
+"""The share of the unseen in the guarded importance.
 
 Bounds what the guard costs: the second moment of dX is at most (1 + FLOOR·mean‖W_i‖²/‖W_i‖²)
 times that of the literal formula, atom by atom.
@@ -57,13 +57,12 @@ def l2(G: Tensor) -> Tensor:
 
 
 def variance(G: Tensor, floor: float = FLOOR) -> Tensor:
-    """wᵢ = (Var(gᵢ) + floor·mean(gᵢ²))²: O(Bn). ``floor=0`` is the paper's, biased."""
-    B = G.shape[-2]
+    """√wᵢ = Var(gᵢ) + floor·mean(gᵢ²): O(Bn). ``floor=0`` is the paper's, biased."""
     if not floor:
-        return G.to(solve_dtype(G)).var(-2, correction=0).square()
-    second = l2(G) / B
-    mean = column_sums(G) / B
-    return ((second - mean.square()).clamp(min=0) + floor * second).square()
+        return G.to(solve_dtype(G)).var(-2, correction=0)
+    second = l2(G) / G.shape[-2]
+    mean = column_sums(G) / G.shape[-2]
+    return (second - mean.square()).clamp(min=0) + floor * second
 
 
 def diagonal(G: Tensor, W: Tensor, floor: float = FLOOR) -> Tensor:

@@ -34,23 +34,19 @@ class Samples(NamedTuple):
         """Rows of one sample."""
         return self.before * self.after
 
-    def sample_major(self, values: Tensor) -> Tensor:
-        """``[..., B]``, a value for each row, with the rows of one sample side by side."""
+    def by_sample(self, values: Tensor) -> Tensor:
+        """``[..., B]``, a value for each row, as ``[..., samples, tokens]``."""
         if self.before == 1:
-            return values
+            return values.reshape(*values.shape[:-1], self.samples, self.after)
         parts = values.reshape(*values.shape[:-1], self.before, self.samples, self.after)
-        return parts.transpose(-3, -2).flatten(-3)
+        return parts.transpose(-3, -2).flatten(-2)
 
-    def row_of(self, index: Tensor) -> Tensor:
-        """The row at a place in sample-major order."""
-        if self.before == 1:
-            return index
-        sample, token = index // self.tokens, index % self.tokens
-        block, place = token // self.after, token % self.after
-        return (block * self.samples + sample) * self.after + place
+    def units(self, whole: bool, device: torch.device) -> Tensor | None:
+        """The rows of each unit of a draw, sample by sample: ``[units, rows of a unit]``.
 
-    def rows_of_samples(self, samples: Tensor) -> Tensor:
-        """All rows of the samples ``[..., r]``: ``[..., r · tokens]``."""
-        tokens = torch.arange(self.tokens, device=samples.device)
-        places = samples.unsqueeze(-1) * self.tokens + tokens
-        return self.row_of(places.flatten(-2))
+        A unit is a sample (``whole``) or a token; ``None``: unit i is row i.
+        """
+        if self.before == 1 and (not whole or self.after == 1):
+            return None
+        rows = self.by_sample(torch.arange(self.samples * self.tokens, device=device))
+        return rows if whole else rows.reshape(-1, 1)

@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .checks import check_rank, wide_dtype
+from .vjp import CompactGradient, Vjp
 
 Uniforms = Callable[[Tensor, tuple[int, ...]], Tensor]
 """Where a draw takes its randomness from: ``uniforms(p, shape)``, numbers in [0, 1) for the atoms
-with probabilities ``p``. ``shape`` is that of p without its last axis (one number for each exact
-draw) or that of p (a coin for each atom). ``draw_uniforms`` asks the default generator; tests and
-``every_draw`` hand out numbers of their own."""
+with probabilities ``p``. ``shape`` is that of p without its last axis (one number for each draw
+of a fixed size) or that of p (a coin for each atom). ``draw_uniforms`` asks the default
+generator; tests and ``every_draw`` hand out numbers of their own."""
 
 
 def draw_uniforms(p: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -28,21 +31,46 @@ def draw_uniforms(p: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def draw(
-    p: Tensor, rank: float, sampling: str = "exact", uniforms: Uniforms = draw_uniforms
+    p: Tensor, rank: float, sampling: str = "fixed", uniforms: Uniforms = draw_uniforms
 ) -> tuple[Tensor, Tensor]:
     """The kept atoms ``index[..., r]`` and their ``scale[..., r]``, 1/pᵢ.
 
-    ``p: [..., n]`` in float64, as ``water_fill`` returns it. ``"exact"`` keeps ``rank`` atoms.
+    ``p: [..., n]`` in float64, as ``water_fill`` returns it. ``"fixed"`` keeps ``rank`` atoms.
     ``"independent"`` tosses a coin for each, and waits once for the device: its size is random.
     In a stack the shorter draws are padded with atoms times 0.
     """
-    if sampling == "exact":
+    if sampling == "fixed":
         index = systematic(p, uniforms(p, tuple(p.shape[:-1])), int(rank))
         return index, take(p, index).reciprocal()
     kept = sample_independent(p, uniforms(p, tuple(p.shape)))
     size = int(kept.sum(-1).max()) if kept.numel() else 0
     index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :size]
     return index, torch.where(take(kept, index), take(p, index).reciprocal(), 0.0)
+
+
+@dataclass(frozen=True)
+class Atoms(ABC):
+    """G as a sum of atoms, the probability of each and how many are drawn.
+
+    ``probabilities: [..., n]`` in float64, as ``water_fill`` returns them; ``rank``: how many
+    atoms a draw of a fixed size keeps.
+    """
+
+    probabilities: Tensor
+    rank: float
+    sampling: str = "fixed"
+
+    @abstractmethod
+    def keep(self, vjp: Vjp, index: Tensor, scale: Tensor) -> CompactGradient:
+        """The atoms ``index[..., r]``, each times ``scale[..., r]``."""
+
+    def choose(self, uniforms: Uniforms = draw_uniforms) -> tuple[Tensor, Tensor]:
+        """Which atoms, and the 1/p of each."""
+        return draw(self.probabilities, self.rank, self.sampling, uniforms)
+
+    def draw(self, vjp: Vjp, uniforms: Uniforms = draw_uniforms) -> CompactGradient:
+        """Ĝ: some of the atoms of ``vjp.G``, each divided by its probability."""
+        return self.keep(vjp, *self.choose(uniforms))
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:
@@ -52,7 +80,7 @@ def take(values: Tensor, index: Tensor) -> Tensor:
     return values.expand(*index.shape[:-1], -1).gather(-1, index)
 
 
-def sample_exact(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
+def sample_fixed(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
     """Exactly ``rank`` distinct indices, ascending, index i with probability pᵢ: ``[..., rank]``.
 
     Systematic sampling (the paper's correlated sampling): atom i is kept when one of the points
@@ -64,14 +92,14 @@ def sample_exact(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
     whatever the rounding: p is rounded to a grid on which float64 sums are exact, and u moves by
     what the sum then lacks of ``rank``.
 
-    >>> sample_exact(torch.tensor([1.0, 0.5, 0.5]), torch.tensor(0.7), 2)
+    >>> sample_fixed(torch.tensor([1.0, 0.5, 0.5]), torch.tensor(0.7), 2)
     tensor([0, 2])
     """
     check_rank(rank)
     n = probabilities.shape[-1]
     if int(rank) != rank or rank > n:
         raise ValueError(
-            f"rank={rank!r} of {n} atoms cannot be drawn exactly; give an integer from 1 to {n}"
+            f"rank={rank!r} of {n} atoms cannot be drawn; give an integer from 1 to {n}"
         )
     wide = wide_dtype(probabilities)
     if probabilities.dtype != wide:
@@ -80,7 +108,7 @@ def sample_exact(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
 
 
 def systematic(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
-    """``sample_exact`` without its checks, for probabilities in float64."""
+    """``sample_fixed`` without its checks, for probabilities in float64."""
     n = probabilities.shape[-1]
     batch = probabilities.dim() > 1 or u.dim() > 0
     if batch:

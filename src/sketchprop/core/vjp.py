@@ -1,11 +1,12 @@
-"""What a layer's backward is asked for, as one object."""
+"""What a layer's backward is asked for, and what answers it."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from .checks import check_input, check_weight
 from .samples import Samples
 
 
@@ -14,6 +15,7 @@ class Vjp(NamedTuple):
 
     Leading dimensions are a stack of independent layers. W and X are ``None`` where nobody looks
     at them. ``samples`` says which rows belong to one sample; ``None``: each row is a sample.
+    In forward, where G is not known yet, it has B rows and no columns.
     """
 
     G: Tensor
@@ -25,3 +27,27 @@ class Vjp(NamedTuple):
     def rows(self) -> Samples:
         """Which rows belong to one sample, said or not."""
         return self.samples or Samples(1, self.G.shape[-2], 1)
+
+    def weight(self, sketch: object) -> Tensor:
+        """W, for a sketch that cannot do without it."""
+        return check_weight(self.W, sketch)
+
+    def input(self, sketch: object) -> Tensor:
+        """X, for a sketch that cannot do without it."""
+        return check_input(self.X, sketch)
+
+
+class CompactGradient(Protocol):
+    """Ĝ without its zeros: what flows from a sketch to a layer, a meter or a pipeline stage.
+
+    ``dense()`` is Ĝ ``[..., B, n]``, ``input_grad(W)`` is Ĝ W ``[..., B, d]``, ``weight_grad(X)``
+    is Ĝᵀ X ``[..., n, d]``, ``bias_grad()`` is 1ᵀ Ĝ ``[..., n]``, and ``nbytes`` is what a message
+    with Ĝ in it has to carry.
+    """
+
+    def dense(self) -> Tensor: ...
+    def input_grad(self, W: Tensor) -> Tensor: ...
+    def weight_grad(self, X: Tensor) -> Tensor: ...
+    def bias_grad(self) -> Tensor: ...
+    @property
+    def nbytes(self) -> int: ...

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import tarfile
-from pathlib import Path
+import zlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.cache import cache_folder
-from .files import DataError, Labelled, candidates, checked, fetched, keep, missing
+from .files import DataError, Labelled, candidates, checked, fetched, keep, missing, read
 
 FOLDER = "cifar10"
 INNER = "cifar-10-batches-py"
@@ -59,6 +60,8 @@ CIFAR10_SUMS = {
     ),
 }
 _PIXELS = 3 * 32 * 32
+_MOST_BYTES = 1 << 28
+"""The archive is not longer: 170 MB."""
 
 
 def cifar10(train: bool = True, *, download: bool = True) -> Labelled:
@@ -67,7 +70,7 @@ def cifar10(train: bool = True, *, download: bool = True) -> Labelled:
     ``images, labels = cifar10(train=False)``; ``download=False`` only looks at this machine.
     """
     names = [name for name in CIFAR10_SUMS if name.startswith("data_") == train]
-    batches = [parse_batch(_find(name, download)) for name in names]
+    batches = [parse_batch(content) for content in _find(names, download)]
     images, labels = (torch.cat(part) for part in zip(*batches, strict=True))
     return Labelled(images, labels)
 
@@ -75,11 +78,24 @@ def cifar10(train: bool = True, *, download: bool = True) -> Labelled:
 def parse_batch(content: bytes) -> Labelled:
     """A batch of the Python version; builds nothing but plain values, whatever is in it."""
     try:
-        found = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+        _refuse_wide_memos(content)
+        return _batch(_Unpickler(io.BytesIO(content), encoding="bytes").load())
     except DataError:
         raise
     except Exception as error:  # a cut or odd pickle fails in many ways
         raise DataError(f"not a batch of CIFAR-10: {type(error).__name__}: {error}") from None
+
+
+def _refuse_wide_memos(content: bytes) -> None:
+    """Five bytes can ask the unpickler for a table of 2³² places, and it would make it."""
+    for count, (code, argument, _) in enumerate(pickletools.genops(content)):
+        if isinstance(argument, int) and code.name.endswith("PUT") and argument > count:
+            raise DataError(
+                f"not a batch of CIFAR-10: its value {count} is stored at place {argument}"
+            )
+
+
+def _batch(found: Any) -> Labelled:
     data = found.get(b"data") if isinstance(found, dict) else None
     labels = found.get(b"labels") if isinstance(found, dict) else None
     if not isinstance(data, _Array) or not isinstance(labels, list):
@@ -140,45 +156,64 @@ class _Type:
 _NDARRAY = "numpy.ndarray"
 
 
-def _reconstruct(kind: str, _shape: tuple[int, ...], _code: bytes) -> _Array:
-    if kind != _NDARRAY:
-        raise DataError(f"not a batch of CIFAR-10: it holds an array of {kind!r}")
-    return _Array()
+class _Reconstruct:
+    """numpy's function of that name. Not a function: a pickle may set attributes of those."""
+
+    __slots__ = ()
+
+    def __call__(self, kind: str, _shape: tuple[int, ...], _code: bytes) -> _Array:
+        if kind != _NDARRAY:
+            raise DataError("not a batch of CIFAR-10: it holds an array of another kind")
+        return _Array()
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy.core.multiarray", "_reconstruct"): _Reconstruct(),
     ("numpy", "ndarray"): _NDARRAY,
     ("numpy", "dtype"): _Type,
 }
 
 
-def _find(name: str, download: bool) -> bytes:
+def _find(names: list[str], download: bool) -> list[bytes]:
+    """The files of these names; one download serves all that are not here."""
+    found = {name: _on_this_machine(name) for name in names}
+    absent = [name for name, content in found.items() if content is None]
+    if absent and not download:
+        raise missing(FOLDER, f"{INNER}/{absent[0]}", "downloading was not asked for")
+    if absent:
+        try:
+            packed = fetched(CIFAR10_ARCHIVE, _MOST_BYTES)
+            checked(packed, CIFAR10_ARCHIVE_MD5, CIFAR10_ARCHIVE, "MD5")
+        except DataError as error:
+            raise missing(FOLDER, f"{INNER}/{absent[0]}", str(error)) from None
+        found = {**found, **_unpacked(packed)}
+    return [content for name in names if (content := found[name]) is not None]
+
+
+def _on_this_machine(name: str) -> bytes | None:
     for folder in candidates(FOLDER, INNER):
-        path = folder / name
-        if path.is_file():
-            return _checked(path.read_bytes(), name, str(path))
-    if not download:
-        raise missing(FOLDER, f"{INNER}/{name}", "downloading was not asked for")
-    try:
-        packed = checked(fetched(CIFAR10_ARCHIVE), CIFAR10_ARCHIVE_MD5, CIFAR10_ARCHIVE, "MD5")
-    except DataError as error:
-        raise missing(FOLDER, f"{INNER}/{name}", str(error)) from None
-    _unpack(packed, cache_folder() / FOLDER / INNER)
-    return _checked((cache_folder() / FOLDER / INNER / name).read_bytes(), name, name)
+        content = read(folder / name)
+        if content is not None:
+            return _checked(content, name, str(folder / name))
+    return None
 
 
-def _unpack(packed: bytes, folder: Path) -> None:
-    """Takes the batches out of the archive, each by its exact name; nothing else is written."""
+def _unpacked(packed: bytes) -> dict[str, bytes]:
+    """The batches in the archive, each by its exact name, kept; nothing else is written."""
+    batches = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
             for name in CIFAR10_SUMS:
                 member = archive.extractfile(f"{INNER}/{name}")
                 if member is None:
                     raise DataError(f"{CIFAR10_ARCHIVE}: {INNER}/{name} is not a file")
-                keep(_checked(member.read(), name, CIFAR10_ARCHIVE), folder / name)
-    except (tarfile.TarError, KeyError, EOFError) as error:
+                content = member.read(_MOST_BYTES)
+                batches[name] = _checked(content, name, CIFAR10_ARCHIVE)
+    except (tarfile.TarError, KeyError, EOFError, OSError, zlib.error) as error:
         raise DataError(f"{CIFAR10_ARCHIVE} cannot be unpacked: {error}") from None
+    for name, content in batches.items():
+        keep(content, cache_folder() / FOLDER / INNER / name)
+    return batches
 
 
 def _checked(content: bytes, name: str, source: str) -> bytes:

@@ -5,13 +5,12 @@ unpacked bytes, because mirrors pack the same bytes differently.
 from __future__ import annotations
 
 import math
-import struct
 
 import torch
 from torch import Tensor
 
 from ..core.cache import cache_folder
-from .files import DataError, Labelled, candidates, checked, fetched, keep, missing, unpacked
+from .files import DataError, Labelled, candidates, checked, fetched, keep, missing, read, unpacked
 
 FOLDER = "mnist"
 MNIST_MIRRORS = (
@@ -25,6 +24,8 @@ MNIST_SHA256 = {
     "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
 """SHA-256 of the unpacked IDX files."""
+_MOST_BYTES = 1 << 26
+"""No file of MNIST is longer: 47 MB of pictures."""
 
 
 def mnist(train: bool = True, *, download: bool = True) -> Labelled:
@@ -44,8 +45,14 @@ def parse_idx(content: bytes) -> Tensor:
     """An IDX file of unsigned bytes: two zeros, the type 8, the number of sizes, sizes, data."""
     if len(content) < 4 or content[:3] != b"\0\0\x08":
         raise DataError(f"not an IDX file of bytes: it begins with {content[:4]!r}")
-    shape = struct.unpack_from(f">{content[3]}I", content, 4)
     start = 4 + 4 * content[3]
+    sizes = memoryview(content)[4:start]
+    shape = tuple(int.from_bytes(sizes[i : i + 4], "big") for i in range(0, start - 4, 4))
+    if not 0 < len(shape) <= 4 or len(sizes) != start - 4 or 0 in shape:
+        raise DataError(
+            f"an IDX file of {content[3]} sizes, {shape}, has no pictures or labels in it: it is "
+            "cut or damaged"
+        )
     if len(content) - start != math.prod(shape):
         raise DataError(
             f"an IDX file of shape {shape} needs {math.prod(shape)} bytes of data and has "
@@ -64,18 +71,18 @@ def _find(name: str, download: bool) -> bytes:
     """The unpacked content of a file, from the first place that has it."""
     for folder in candidates(FOLDER):
         for path in (folder / name, folder / f"{name}.gz"):
-            if path.is_file():
-                return checked(
-                    unpacked(path.read_bytes(), str(path)), MNIST_SHA256[name], str(path)
-                )
+            packed = read(path)
+            if packed is not None:
+                content = unpacked(packed, str(path), _MOST_BYTES)
+                return checked(content, MNIST_SHA256[name], str(path))
     if not download:
         raise missing(FOLDER, f"{name}.gz", "downloading was not asked for")
     reasons = []
     for mirror in MNIST_MIRRORS:
         url = f"{mirror}{name}.gz"
         try:
-            packed = fetched(url)
-            content = checked(unpacked(packed, url), MNIST_SHA256[name], url)
+            packed = fetched(url, _MOST_BYTES)
+            content = checked(unpacked(packed, url, _MOST_BYTES), MNIST_SHA256[name], url)
         except DataError as error:
             reasons.append(str(error))
             continue

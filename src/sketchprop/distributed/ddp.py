@@ -19,53 +19,66 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.checks import solve_dtype
-from ..core.compact import CompactGradient
+from ..core.compact import ColumnAtoms
 from ..core.importance import column_sums
 from ..core.probabilities import water_fill
-from ..core.sampling import draw_uniforms
+from ..core.sampling import Uniforms, draw, draw_uniforms
+from ..core.vjp import Vjp
 from ..layers import SketchedLinear
-from ..sketches import AmortisedSketch, ColumnSketch, PlanMemory
-from ..sketches.amortised import STALE_FLOOR
-from ..sketches.base import Plan
+from ..sketches import ColumnSketch, Planner, Sketch
+from ..sketches.planners import STALE_FLOOR
 from .wire import WireCounter
 
 ROWS, DENSE, WEIGHTS = "gradients", "gradients, dense", "weights and draws"
 """The kinds under which bytes are counted: buckets with kept rows, without, and what it costs."""
 
 
-class SharedDraw(PlanMemory):
-    """One layer's columns for this step, the same on all ranks; stands in for its plan."""
+@dataclass(frozen=True)
+class _Agreed(ColumnAtoms):
+    """Columns that all ranks keep in this step."""
+
+    index: Tensor = field(kw_only=True)
+    scale: Tensor = field(kw_only=True)
+
+    def choose(self, uniforms: Uniforms = draw_uniforms) -> tuple[Tensor, Tensor]:
+        return self.index, self.scale
+
+
+class SharedDraw(Planner):
+    """One layer's columns for this step, the same on all ranks."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.sketch: ColumnSketch | None = None
         self.index: Tensor | None = None
         self.scale: Tensor | None = None
+        self._pass = -1
         self.forget()
 
     def forget(self) -> None:
-        """Starts a step: no weights, no rows."""
+        """A step begins: nothing was seen, nothing kept."""
         self.weights: Tensor | None = None
         self.kept: Tensor | None = None
+        self.used_twice = False
 
-    def compact(
-        self, sketch: AmortisedSketch, G: Tensor, W: Tensor | None, u: Tensor | None
-    ) -> CompactGradient:
+    def atoms(self, sketch: Sketch, vjp: Vjp) -> ColumnAtoms:
         assert isinstance(sketch, ColumnSketch)
-        weights = sketch.roots(sketch.scored(G), W).square()
+        G = vjp.G
+        weights = sketch.roots(vjp).square()
         self.weights = weights if self.weights is None else self.weights + weights
-        if self.index is None or self.scale is None or sketch != self.sketch:
-            plan = sketch.plan(G, W)
-            u = draw_uniforms(G, ()) if u is None else u
-            index, scale = sketch.draw(plan.probabilities, u)
+        # Two uses in one backward pass may lie above each other: with one draw they are biased.
+        now = torch._C._current_graph_task_id()
+        self.used_twice |= now == self._pass
+        self._pass = now
+        if self.index is None or self.scale is None or sketch != self.sketch or self.used_twice:
+            fresh = sketch.atoms(vjp)
+            index, scale = fresh.choose()
         else:
-            plan = Plan(weights)
             # Columns that are not kept are not looked at; a non-finite one must be seen.
             index, scale = self.index, self.scale + 0 * column_sums(G).sum()
         if self.kept is None:
             self.kept = torch.zeros(G.shape[-1], dtype=torch.bool, device=G.device)
         self.kept.index_fill_(0, index, True)
-        return sketch.keep(G, plan, index, scale)
+        return _Agreed(weights, sketch.rank(G.shape[-1]), index=index, scale=scale)
 
     def agreed(self, sketch: ColumnSketch, index: Tensor | None, scale: Tensor | None) -> None:
         self.sketch, self.index, self.scale = sketch, index, scale
@@ -81,16 +94,15 @@ class _Layer:
     """Agreed by all ranks: its gradient has rows that its draw did not keep."""
     spoiled: Tensor | None = None
     """This rank saw such rows in this step: a number, still on the device."""
-    uses: int = 0
 
     @property
     def sketch(self) -> ColumnSketch:
-        sketch = getattr(self.module, "sketch", None)
-        if sketch is None:
+        if "sketching" not in vars(self.module):
             raise RuntimeError(
                 f"layer {self.name!r} shares its draws between ranks and is no longer sketched; "
                 "build the DistributedDataParallel anew after unsketch_"
             )
+        sketch = self.module.sketch
         assert isinstance(sketch, ColumnSketch)
         return sketch
 
@@ -104,7 +116,7 @@ class _Layer:
         if self.draw.kept is not None:
             found = found & ~self.draw.kept
         stray = found.any().to(grad.dtype)
-        if self.uses > 1:  # two uses with one draw would be biased
+        if self.draw.used_twice:
             stray = torch.ones_like(stray)
         self.spoiled = stray if self.spoiled is None else torch.maximum(self.spoiled, stray)
         return stray
@@ -120,13 +132,11 @@ class SharedDraws:
         self._layers = [_Layer(name, module) for name, module in _candidates(model.module)]
         _compare_layers(self._layers, self._group)
         self._owner = {layer.module.weight: layer for layer in self._layers}
-        self._inside = self._finished = False
+        self._finished = False
         self._dense_next = self._dense_now = False
         for layer in self._layers:
-            layer.module.memory = layer.draw
-            layer.module.register_forward_pre_hook(self._count(layer))
+            layer.module.sketching.planner = layer.draw
         model.register_forward_pre_hook(self._begin)
-        model.register_forward_hook(self._end)
         # Without annotations: DDP would compare them with classes, and here they are strings.
         model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 
@@ -141,24 +151,17 @@ class SharedDraws:
         """
         self._dense_next = True
 
-    def _count(self, layer: _Layer) -> Any:
-        def count(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            layer.uses += self._inside
-
-        return count
-
     def _begin(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         if not (model.training and torch.is_grad_enabled()):
             return
-        if self._finished:
+        if model._join_config.enable:  # type: ignore[union-attr]
+            # Ranks that have no more batches answer reductions, but do not agree on draws.
+            self._dense_now = True
+            for layer in self._layers:
+                layer.draw.agreed(layer.sketch, None, None)
+        elif self._finished:
             self._finished = False
             self._agree()
-        self._inside = True
-        for layer in self._layers:
-            layer.uses = 0
-
-    def _end(self, model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        self._inside = False
 
     def _agree(self) -> None:
         """One all-reduce and one broadcast: what the last step saw, what the next one keeps."""
@@ -187,7 +190,7 @@ class SharedDraws:
             else:
                 layer.draw.agreed(layer.sketch, index.long(), scale.view(torch.float32))
             if layer.dense:
-                layer.module.memory = None
+                layer.module.sketching.planner = None
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer, grads = bucket.buffer(), bucket.gradients()
@@ -261,12 +264,12 @@ def _candidates(model: nn.Module) -> list[tuple[str, SketchedLinear]]:
         for name, module in model.named_modules()
         if type(module) is SketchedLinear
         and isinstance(module.sketch, ColumnSketch)
-        and module.sketch.sampling == "exact"
+        and module.sketch.sampling == "fixed"
         and module.sketch.rank(module.out_features) < module.out_features
         and module.weight.requires_grad
         and names[module.weight] == 1
-        and module.judge is None
-        and not module.accumulate
+        and module.sketching.judge is None
+        and not module.sketching.accumulate
     ]
 
 
@@ -311,7 +314,7 @@ def _draw(layer: _Layer, weights: Tensor) -> Tensor:
     n, r = len(weights), layer.rank
     p = water_fill(weights.sqrt(), r)
     p = torch.where(p.isfinite(), p, r / n) * (1 - STALE_FLOOR) + STALE_FLOOR * r / n
-    index, scale = layer.sketch.draw(p, draw_uniforms(weights, ()))
+    index, scale = draw(p, r)
     bits = scale.to(solve_dtype(weights)).float().view(torch.int32)
     return torch.cat([index.to(torch.int32), bits])
 

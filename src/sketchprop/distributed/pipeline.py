@@ -125,8 +125,8 @@ class SketchedBoundary(ABC):  # as torch's stages: only a like layout can become
             return
         self._inferred = now
         for module in self.submod.modules():
-            if isinstance(module, SketchedModule) and module.memory is not None:
-                module.memory.forget()
+            if isinstance(module, SketchedModule):
+                module.sketching.forget()
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:

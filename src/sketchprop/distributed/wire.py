@@ -9,34 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import solve_dtype
 from ..core.compact import CompactGradient
-from ..sketches import Sketch
+from ..core.sampling import Uniforms, draw_uniforms
+from ..core.vjp import Vjp
+from ..sketches import Sketch, Split
 
 _ALIGN = 8
 
 
 def check_sendable(sketch: object) -> None:
     """Refuses a sketch whose compact gradient is no message of a fixed size."""
-    if not isinstance(sketch, Sketch):
-        raise TypeError(
-            f"sketch={sketch!r} is a {type(sketch).__name__}; give a sketch, for example L1(0.1)"
-        )
-    if sketch.sampling != "exact":
-        raise ValueError(
-            f"{sketch!r} keeps a random number of atoms, and both ends of a message must know its "
-            "size beforehand; use sampling='exact'"
-        )
-    if sketch.needs_weight or sketch.needs_input:
-        raise ValueError(
-            f"{sketch!r} looks at a layer's weight or input, and a message between stages belongs "
-            "to no layer; use a sketch that looks at the gradient alone, for example L1 or Rows"
-        )
-    if not sketch.one_gradient:
+    if isinstance(sketch, Split):
         raise ValueError(
             f"{sketch!r} sketches dX and dW apart, and a message carries one gradient; use for "
             "example L1 or Rows"
         )
+    if not isinstance(sketch, Sketch):
+        raise TypeError(
+            f"sketch={sketch!r} is a {type(sketch).__name__}; give a sketch, for example L1(0.1)"
+        )
+    if sketch.sampling != "fixed":
+        raise ValueError(
+            f"{sketch!r} keeps a random number of atoms, and both ends of a message must know its "
+            "size beforehand; use sampling='fixed'"
+        )
+    if "W" in sketch.sees or "X" in sketch.sees:
+        raise ValueError(
+            f"{sketch!r} looks at a layer's weight or input, and a message between stages belongs "
+            "to no layer; use a sketch that looks at the gradient alone, for example L1 or Rows"
+        )
+
+
+def _no_draw(p: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Numbers for a draw of which only the shape counts: the generator stays as it is."""
+    return p.new_zeros(shape)
 
 
 class WireFormat:
@@ -48,10 +54,9 @@ class WireFormat:
 
     def __init__(self, sketch: Sketch, shape: torch.Size, dtype: torch.dtype, device: torch.device):
         self._sketch = sketch
-        self._layout = sketch.layout_of(tuple(shape[:-1]))
+        self._samples = sketch.samples_of(tuple(shape[:-1]))
         zeros = torch.zeros(shape[:-1].numel(), shape[-1], dtype=dtype, device=device)
-        u = zeros.new_zeros(sketch.uniform_shape(zeros, None), dtype=solve_dtype(zeros))
-        self._template = self._compact(zeros, u)
+        self._template = self._compact(zeros, _no_draw)
         parts = list(_tensors(self._template))
         places: dict[int, tuple[int, int, torch.Size, torch.dtype]] = {}
         self.nbytes = 0
@@ -62,10 +67,8 @@ class WireFormat:
             self.nbytes += -(-size // _ALIGN) * _ALIGN
         self._places = [places[i] for i in range(len(parts))]
 
-    def _compact(self, G: Tensor, u: Tensor | None = None) -> CompactGradient:
-        if self._sketch.by_rows:
-            return self._sketch(G, None, u, layout=self._layout)
-        return self._sketch(G, None, u)
+    def _compact(self, G: Tensor, uniforms: Uniforms = draw_uniforms) -> CompactGradient:
+        return self._sketch(Vjp(G, samples=self._samples), uniforms)
 
     def empty(self, device: torch.device) -> Tensor:
         """A buffer to receive into."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..core.cost import Size
 from ..layers import SketchedModule, sketched_class
 from ..layers.schedule import Schedule, set_budget_
 from ..layers.transform import Filter, sketch_, unsketch_
@@ -87,8 +88,10 @@ def kept_flops(model: nn.Module, rows: int) -> float:
         for n, d in () if known is None else known.matrices(module):
             whole = 4.0 * rows * n * d
             exact += whole
-            drops = isinstance(module, SketchedModule) and not module.sketch.keeps_all(rows, n, d)
-            kept += module.sketch.flops(rows, n, d) if drops else whole  # type: ignore[union-attr, operator]
+            if isinstance(module, SketchedModule):
+                kept += module.sketching.cost(Size(rows, n, d)).total
+            else:
+                kept += whole
     return kept / exact if exact else 1.0
 
 

@@ -3,8 +3,7 @@
 from .attention import SketchedMultiheadAttention
 from .conv import SketchedConv1d, SketchedConv2d
 from .known import BUILT_IN, sketchable, sketched_class
-from .linear import SketchedLinear
-from .state import SketchedModule
+from .sketched import SketchedLinear, SketchedModule, Sketching
 
 __all__ = [
     "BUILT_IN",
@@ -13,6 +12,7 @@ __all__ = [
     "SketchedLinear",
     "SketchedModule",
     "SketchedMultiheadAttention",
+    "Sketching",
     "sketchable",
     "sketched_class",
 ]

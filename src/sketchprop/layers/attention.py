@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.samples import Samples
 from ..ops import sketched_linear
-from .state import SketchedModule
+from .sketched import SketchedModule
 
 Projection = tuple[Tensor, Tensor, Tensor | None]
 """An input with the weight and the bias of the linear map that it goes through."""
@@ -40,7 +40,7 @@ class SketchedMultiheadAttention(SketchedModule, nn.MultiheadAttention):
         if not (
             _fits(query, key, value)
             and self._drops(query, key, value)
-            and self.sketching(query, key, value)
+            and self.is_sketching(query, key, value)
         ):
             return super().forward(
                 query,
@@ -73,9 +73,13 @@ class SketchedMultiheadAttention(SketchedModule, nn.MultiheadAttention):
         # Sequence first in memory, as the parent returns it: a dropout behind this layer draws
         # its mask in memory order, and must draw the same one under `exact`.
         out = out.permute(2, 0, 1, 3).flatten(2)
-        layout = Samples.of(tuple(out.shape[:-1]), 1)
         out = sketched_linear(
-            out, self.out_proj.weight, self.out_proj.bias, self.sketch, layout=layout
+            out,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            self.sketch,
+            planner=self.sketching.planner_of(0),
+            samples=Samples.of(tuple(out.shape[:-1]), 1),
         )
         if not batched:
             out = out.squeeze(1)
@@ -102,10 +106,17 @@ class SketchedMultiheadAttention(SketchedModule, nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         # Without a batch all rows are tokens of one sample.
-        samples = None if query.dim() == 2 else 0 if self.batch_first else 1
+        axis = None if query.dim() == 2 else 0 if self.batch_first else 1
         outputs = [
-            sketched_linear(x, W, b, self.sketch, layout=Samples.of(tuple(x.shape[:-1]), samples))
-            for x, W, b in self._projections(query, key, value)
+            sketched_linear(
+                x,
+                W,
+                b,
+                self.sketch,
+                planner=self.sketching.planner_of(part),
+                samples=Samples.of(tuple(x.shape[:-1]), axis),
+            )
+            for part, (x, W, b) in enumerate(self._projections(query, key, value), 1)
         ]
         return [part for out in outputs for part in torch.split(out, self.embed_dim, -1)]
 

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from ..ops import sketched_conv
 from ..ops.conv import fits_kernels, only_columns, only_linear
-from ..sketches import Sketch
-from .state import SketchedModule
+from ..sketches import AnySketch, Split
+from .sketched import SketchedModule
 
 
 class _SketchedConv(SketchedModule):
     """What the two have in common; ``nn.Conv1d`` or ``nn.Conv2d`` comes behind it."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        if not self.sketching(input):
+        if not self.is_sketching(input):
             return super().forward(input)  # type: ignore[no-any-return, misc]
         padding = self.padding
         if self.padding_mode != "zeros":
@@ -31,14 +31,15 @@ class _SketchedConv(SketchedModule):
             stride=self.stride,
             padding=padding,
             dilation=self.dilation,
+            planner=self.sketching.planner,
         )
 
     @classmethod
-    def left_exact(cls, layer: nn.Module, sketch: Sketch) -> str:
+    def left_exact(cls, layer: nn.Module, sketch: AnySketch) -> str:
         assert isinstance(layer, nn.Conv1d | nn.Conv2d)
         if layer.groups > 1:
             return f"groups={layer.groups}: only convolutions without groups are sketched"
-        if sketch.draws_forward:
+        if "G" not in sketch.sees or (isinstance(sketch, Split) and sketch.forward is not None):
             return only_linear(sketch)
         pointwise = max(layer.kernel_size) == 1 and _no_padding(layer)
         if not pointwise and not fits_kernels(sketch):

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..core.cache import cache_folder
 from ..core.stopwatch import cpu_name, in_turns
-from ..sketches import AmortisedSketch, PlanMemory, Sketch
-from . import SketchedModule
+from ..sketches import AnySketch, Every
 from .isolation import alone, random_state_kept, twin
+from .sketched import SketchedModule
 
 MARGIN = 0.97
 """A layer is sketched where that takes less than this share of the exact time."""
@@ -63,7 +63,7 @@ class Judge:
         self.decisions: dict[tuple[Any, ...], Decision] = {}
         self.latest = False
         """The last decision: what a graph that is being compiled takes for good."""
-        self._sketch: Sketch | None = None
+        self._sketch: AnySketch | None = None
         self._timer = timer
 
     def __call__(self, layer: SketchedModule, inputs: Sequence[Any]) -> bool:
@@ -102,36 +102,37 @@ class Judge:
 def time_layer(layer: nn.Module, inputs: Sequence[Any]) -> Decision:
     """Times forward and backward of ``layer`` both ways, in turns, on inputs like these.
 
-    A twin is timed, so that nothing is left behind: no gradient, no hook run, no remembered plan,
+    A twin is timed, so that nothing is left behind: no gradient, no hook run, no remembered atoms,
     the generators as before.
     """
     assert isinstance(layer, SketchedModule)
     device = inputs[0].device
     with random_state_kept(), alone():
         other = twin(layer)
-        other.judge, other.memory = None, PlanMemory()
+        state = other.sketching
+        state.judge, state.accumulate = None, False
+        state.forget()
         copies = [_like(x) for x in inputs]
         leaves = [x for x in (*copies, *other.parameters()) if _differentiable(x)]
         if not leaves:
             return Decision(1.0, 0.0, 0.0)
 
         def run(exact: bool) -> None:
-            other.exact = exact
+            state.exact = exact
             out = other.forward(*copies)
             out = out[0] if isinstance(out, tuple) else out
             torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
 
-        def run_with_a_new_plan() -> None:
-            other.memory = PlanMemory()
+        def run_with_new_atoms() -> None:
+            state.forget()
             run(False)
 
         both = [partial(run, True), partial(run, False)]
         exact, sketched = in_turns(both, _ROUNDS, device, _SECONDS)
         extra = 0.0
-        every = layer.sketch.refresh_every if isinstance(layer.sketch, AmortisedSketch) else 1
-        if every > 1:  # what a new plan costs, spread over the steps that it serves
-            (new,) = in_turns([run_with_a_new_plan], 1, device)
-            extra = max(0.0, new[0] - median(sketched)) / every
+        if isinstance(state.planner, Every):  # new atoms, spread over the steps that they serve
+            (new,) = in_turns([run_with_new_atoms], 1, device)
+            extra = max(0.0, new[0] - median(sketched)) / state.planner.steps
     ratio = median(s / max(e, 1e-9) for e, s in zip(exact, sketched, strict=True))
     ratio += extra / max(median(exact), 1e-9)
     return Decision(ratio, 1e3 * median(exact), 1e3 * (median(sketched) + extra))
@@ -161,6 +162,7 @@ def _key(layer: SketchedModule, inputs: Sequence[Any]) -> str:
         [
             type(layer).__name__,
             layer.extra_repr(),
+            repr(layer.sketching.planner),
             "trains " + " ".join(wanted),
             *(f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.requires_grad}" for x in tensors),
             f"{device.type} {hardware} {torch.get_num_threads()} threads",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..ops import sketched_linear
-from .state import SketchedModule
+from .sketched import SketchedModule
 
 
 class SketchedConv1D(SketchedModule, Conv1D):
@@ -23,9 +23,11 @@ class SketchedConv1D(SketchedModule, Conv1D):
     bias: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.sketching(x):
+        if not self.is_sketching(x):
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
-        return sketched_linear(x, self.weight.mT, self.bias, self.sketch, memory=self.memory)
+        return sketched_linear(
+            x, self.weight.mT, self.bias, self.sketch, planner=self.sketching.planner
+        )
 
     def __repr__(self) -> str:
         return f"SketchedConv1D(nf={self.nf}, nx={self.nx}, sketch={self.sketch!r})"

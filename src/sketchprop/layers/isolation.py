@@ -6,7 +6,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-SKETCHING = ("sketch", "exact", "judge", "memory", "accumulate")
-"""The entries of a sketched layer's ``__dict__`` beside those of the plain layer."""
+SKETCHING = "sketching"
+"""The one entry of a sketched layer's ``__dict__`` beside those of the plain layer."""
 
 
 @contextmanager
@@ -84,14 +83,15 @@ def twin(layer: nn.Module) -> Any:
     """A layer that reads the same weights and can be run without a trace.
 
     Its parameters are leaves of their own, so that no ``.grad`` is written and no hook on a
-    tensor runs; buffers and what a sketch remembers are copies; hooks on modules stay behind.
+    tensor runs; buffers and what a planner remembers are copies; hooks on modules stay behind.
     """
     other = nn.Module.__new__(type(layer))
     nn.Module.__init__(other)
     fresh = set(vars(other)) | {"forward"}
     plain = {key: value for key, value in vars(layer).items() if key not in fresh}
     vars(other).update(plain)
-    vars(other).update({key: deepcopy(plain[key]) for key in SKETCHING if key in plain})
+    if SKETCHING in plain:
+        vars(other)[SKETCHING] = plain[SKETCHING].copied()
     for name, p in layer._parameters.items():
         # As a plain tensor: an entry of ``_parameters`` need not be an nn.Parameter to be read.
         alias = None if p is None else p.detach().requires_grad_(p.requires_grad)

@@ -11,8 +11,7 @@ from torch import nn
 
 from .attention import SketchedMultiheadAttention
 from .conv import SketchedConv1d, SketchedConv2d
-from .linear import SketchedLinear
-from .state import SketchedModule
+from .sketched import SketchedLinear, SketchedModule
 
 BUILT_IN: Mapping[type[nn.Module], type[SketchedModule]] = MappingProxyType(
     {
@@ -30,7 +29,7 @@ def sketchable(layer: type[nn.Module]) -> Callable[[Sketched], Sketched]:
     """Lets ``sketch_`` turn your own ``layer`` into the class that this decorates.
 
     That class is a ``SketchedModule`` and a ``layer``, without state of its own; its forward is
-    the layer's unless ``self.sketching()``. Only ``layer`` itself is taken, not its subclasses.
+    the layer's unless ``self.is_sketching()``. Only ``layer`` itself is taken, not its subclasses.
     The mark is kept on ``layer``: nothing is shared with other layers.
 
     >>> from sketchprop import sketched_linear
@@ -40,7 +39,7 @@ def sketchable(layer: type[nn.Module]) -> Callable[[Sketched], Sketched]:
     >>> @sketchable(Doubled)
     ... class SketchedDoubled(SketchedModule, Doubled):
     ...     def forward(self, x):
-    ...         if not self.sketching():
+    ...         if not self.is_sketching():
     ...             return super().forward(x)
     ...         return 2 * sketched_linear(x, self.weight, self.bias, self.sketch)
     """

@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import nn
 
 from ..core.checks import check_budget
-from . import SketchedModule
+from .sketched import SketchedModule
 
 Schedule = Callable[[int], float | int]
 """A step in, the budget from that step on out. Pure, so that a resumed run finds its place."""
@@ -71,12 +71,12 @@ def set_budget_(model: Model, budget: float | int) -> Model:
         set_budget_(model, 0.5)
     """
     budget = check_budget(budget)
-    layers = [m for m in model.modules() if isinstance(m, SketchedModule)]
-    if not layers:
+    states = [m.sketching for m in model.modules() if isinstance(m, SketchedModule)]
+    if not states:
         raise ValueError(f"{type(model).__name__} has no sketched layer; call sketch_ on it first")
-    for layer in layers:
+    for state in states:
         # 1 is a rank and 1.0 is everything: equal numbers, different budgets.
-        same = layer.sketch.budget == budget and type(layer.sketch.budget) is type(budget)
-        if not same:
-            layer.sketch = layer.sketch.with_budget(budget)
+        now = state.sketch.budget
+        if now != budget or type(now) is not type(budget):
+            state.sketch = state.sketch.with_budget(budget)
     return model

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from . import sketched_class
+from .known import sketched_class
 
 Layers = Mapping[str, nn.Module]
 Predicate = Callable[[nn.Module, str], bool]

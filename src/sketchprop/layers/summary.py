@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from ..core.cost import Size
 from ..core.table import LAYER, Column, Table, as_text, words
-from ..sketches import Sketch
-from . import BUILT_IN, SketchedModule, sketched_class
+from ..sketches import AnySketch
 from .faster import Judge
+from .known import BUILT_IN, sketched_class
+from .sketched import SketchedModule
 from .transform import refusal
 
 
@@ -21,7 +23,7 @@ class LayerSummary:
     name: str
     kind: str
     shape: tuple[int, ...]
-    sketch: Sketch | None
+    sketch: AnySketch | None
     kept: float
     """The share of atoms that the draw keeps, 1.0 for an exact layer."""
     flops: float
@@ -74,7 +76,7 @@ def summary(model: nn.Module, rows: int = 128) -> Summary:
     [(0.125, ''), (1.0, 'not taken by sketch_')]
     """
     layers: list[LayerSummary] = []
-    sketches = [m.sketch for m in model.modules() if isinstance(m, SketchedModule)]
+    states = [m.sketching for m in model.modules() if isinstance(m, SketchedModule)]
     parts: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -89,7 +91,7 @@ def summary(model: nn.Module, rows: int = 128) -> Summary:
         if module in parts:
             note = f"never called itself: a part of {parts[module]!r}"
         elif sketched_class(type(module)) is not None:
-            reasons = [r for r in (refusal(module, s) for s in sketches) if r]
+            reasons = [r for r in (refusal(module, s.sketch, s.planner) for s in states) if r]
             note = reasons[0] if reasons else "not taken by sketch_"
         else:
             note = _unknown(module)
@@ -99,21 +101,20 @@ def summary(model: nn.Module, rows: int = 128) -> Summary:
 
 def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: int) -> LayerSummary:
     assert isinstance(module, nn.Module)
-    kind, sketch = type(module).__name__, module.sketch
-    matrices = module.matrices(module)
-    atoms = [sketch.atom_count(rows, n, d) for n, d in matrices]
-    kept = sum(sketch.rank(a) for a in atoms) / max(1, sum(atoms))
-    if all(sketch.keeps_all(rows, n, d) for n, d in matrices):
-        note = f"the budget keeps all {sum(atoms)} atoms: exact"
+    kind, state = type(module).__name__, module.sketching
+    sketch = state.sketch
+    sizes = [Size(rows, n, d) for n, d in module.matrices(module)]
+    if all(sketch.keeps_all(*size[:3]) for size in sizes):
+        note = f"{sketch!r} keeps everything at {rows} rows: exact"
         return LayerSummary(name, kind, shape, sketch, 1.0, 1.0, note)
-    exact = [4 * rows * n * d for n, d in matrices]
-    flops = sum(
-        whole if sketch.keeps_all(rows, n, d) else sketch.flops(rows, n, d)
-        for whole, (n, d) in zip(exact, matrices, strict=True)
-    )
-    note = module.judge.describe() if isinstance(module.judge, Judge) else ""
-    share = flops / max(1, sum(exact))
-    return LayerSummary(name, kind, shape, sketch, kept, share, note, sketch.saved_share(rows))
+    exact = [size.exact_flops for size in sizes]
+    kept = sum(sketch.kept(*s[:3]) * e for s, e in zip(sizes, exact, strict=True)) / sum(exact)
+    share = sum(state.cost(size).total for size in sizes) / sum(exact)
+    notes = [repr(state.planner)] if state.planner is not None else []
+    if isinstance(state.judge, Judge):
+        notes.append(state.judge.describe())
+    saved = sketch.saved_share(rows)
+    return LayerSummary(name, kind, shape, sketch, kept, share, "; ".join(notes), saved)
 
 
 def _shape(module: nn.Module) -> tuple[int, ...] | None:

@@ -10,10 +10,11 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from ..sketches import Sketch
-from . import BUILT_IN, SketchedModule, sketched_class
+from ..sketches import AnySketch, Planner, Sketch, Split
 from .faster import Judge
+from .known import BUILT_IN, sketched_class
 from .select import Layers, Predicate, Selector, as_selector, everything, last, sketchable_layers
+from .sketched import SketchedModule, Sketching
 
 Filter = Selector | Predicate
 Model = TypeVar("Model", bound=nn.Module)
@@ -21,10 +22,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def sketch_(
     model: Model,
-    sketch: Sketch | Mapping[str, Sketch | None],
+    sketch: AnySketch | Mapping[str, AnySketch | None],
     filter_fn: Filter | None = None,
     *,
     where: Literal["always", "faster"] = "always",
+    planner: Planner | None = None,
     accumulate: bool = False,
 ) -> Model:
     """Gives layers of ``model`` a sketched backward, in place, and returns the model.
@@ -39,11 +41,15 @@ def sketch_(
     ``where="faster"``: each layer times exact against sketched on its real shapes in the first
     steps and keeps the faster; the decisions are remembered in a file (``faster.cache_file``) and
     shown by ``summary``. ``where="always"`` sketches every layer that was taken.
+    ``planner``: who makes the atoms that are drawn from, and when: ``Every(50)`` makes new ones
+    every 50 steps, ``Fresh(rows=0.1)`` looks at a tenth of the rows; each layer gets its own.
+    Without one each step makes its own from all of the gradient.
     ``accumulate``: linear layers add the kept rows of dW to an existing ``.grad`` in place; for
     plain loops with ``zero_grad(set_to_none=False)``, see ``sketched_linear``.
 
-    Taken are linear layers, convolutions (with a kernel only by column sketches such as L1),
-    ``nn.MultiheadAttention``, transformers' ``Conv1D`` and layers made ``sketchable``.
+    It takes linear layers, convolutions (with a kernel: by column sketches such as L1, or by
+    ``Rows`` of whole samples), ``nn.MultiheadAttention``, transformers' ``Conv1D`` and layers made
+    ``sketchable``.
     Only classes change: parameters, ``state_dict`` keys, hooks and optimizers built before stay.
 
     >>> from sketchprop import L1
@@ -56,12 +62,14 @@ def sketch_(
     if where not in ("always", "faster"):
         raise ValueError(f"where={where!r} is unknown; use where='always' or where='faster'")
     layers = sketchable_layers(model)
-    chosen: dict[str, Sketch | None]
+    chosen: dict[str, AnySketch | None]
     if isinstance(sketch, Mapping):
-        chosen = _match(layers, sketch)
+        chosen = _match(layers, sketch, planner)
         rule = as_selector(filter_fn or everything)
-    elif isinstance(sketch, Sketch):
-        chosen = {name: sketch for name, layer in layers.items() if not refusal(layer, sketch)}
+    elif isinstance(sketch, Sketch | Split):
+        chosen = {
+            name: sketch for name, layer in layers.items() if not refusal(layer, sketch, planner)
+        }
         rule = as_selector(filter_fn or ~last)
     else:
         raise TypeError(
@@ -72,12 +80,14 @@ def sketch_(
     chosen = {name: s for name, s in chosen.items() if picks(layers[name], name)}
     if not chosen:
         picked = {name: layer for name, layer in layers.items() if picks(layer, name)}
-        raise ValueError(_nothing_taken(model, layers, sketch, filter_fn, picked))
+        raise ValueError(_nothing_taken(model, layers, sketch, planner, filter_fn, picked))
     for name, s in chosen.items():
         if s is None:
             _restore(layers[name])
         else:
-            _turn(layers[name], s, Judge() if where == "faster" else None, accumulate)
+            judge = Judge() if where == "faster" else None
+            own = None if planner is None else planner.anew()
+            _turn(layers[name], Sketching(s, own, judge=judge, accumulate=accumulate))
     return model
 
 
@@ -98,32 +108,23 @@ def exact(model: nn.Module) -> Iterator[None]:
     >>> with exact(model):
     ...     model(torch.randn(8, 64)).square().mean().backward()
     """
-    sketched = [m for m in model.modules() if isinstance(m, SketchedModule)]
-    before = [m.exact for m in sketched]
-    for m in sketched:
-        m.exact = True
+    states = [m.sketching for m in model.modules() if isinstance(m, SketchedModule)]
+    before = [state.exact for state in states]
+    for state in states:
+        state.exact = True
     try:
         yield
     finally:
-        for m, was in zip(sketched, before, strict=True):
-            m.exact = was
+        for state, was in zip(states, before, strict=True):
+            state.exact = was
 
 
-def _turn(module: nn.Module, sketch: Sketch, judge: Judge | None, accumulate: bool) -> None:
-    if not isinstance(module, SketchedModule):
+def _turn(module: nn.Module, state: Sketching) -> None:
+    if isinstance(module, SketchedModule):
+        state.exact = module.sketching.exact
+    else:
         module.__class__ = sketched_class(type(module))  # type: ignore[assignment]
-        module.__dict__["exact"] = False
-    entries = {
-        "judge": judge,
-        "memory": sketch.memory(),
-        "accumulate": accumulate or None,
-    }
-    module.__dict__["sketch"] = sketch
-    for name, value in entries.items():
-        # An entry only where it differs from the class's: most layers have none.
-        module.__dict__.pop(name, None)
-        if value is not None:
-            module.__dict__[name] = value
+    module.__dict__["sketching"] = state
 
 
 def _restore(module: nn.Module) -> None:
@@ -136,24 +137,39 @@ def _restore(module: nn.Module) -> None:
             "(model):`, or unsketch_ the model before"
         )
     module.__class__ = module.plain  # type: ignore[assignment]
-    for name in ("sketch", "exact", "judge", "memory", "accumulate"):
-        module.__dict__.pop(name, None)
+    del module.__dict__["sketching"]
 
 
-def refusal(layer: nn.Module, sketch: Sketch) -> str:
+def refusal(layer: nn.Module, sketch: AnySketch, planner: Planner | None = None) -> str:
     """Why ``sketch`` cannot take this layer; empty if it can."""
     sketched = sketched_class(type(layer))
-    return "" if sketched is None else sketched.left_exact(layer, sketch)
+    if sketched is None:
+        return ""
+    if "forward" in vars(layer):
+        return (
+            "its forward was replaced on the instance, as accelerate's hooks do, and would not "
+            "see the sketch; call sketch_ before what replaces it"
+        )
+    if any(p.is_complex() for p in layer.parameters(recurse=False)):
+        return "its weights are complex: only real gradients are sketched"
+    if planner is not None:
+        sides = sketch.sides if isinstance(sketch, Split) else [sketch]
+        reasons = [planner.refusal(side) for side in sides]
+        if all(reasons):
+            return reasons[0]
+    return sketched.left_exact(layer, sketch)
 
 
-def _match(layers: Layers, patterns: Mapping[str, Sketch | None]) -> dict[str, Sketch | None]:
+def _match(
+    layers: Layers, patterns: Mapping[str, AnySketch | None], planner: Planner | None
+) -> dict[str, AnySketch | None]:
     """A sketch for each layer; what a wildcard happens to catch and cannot take stays out."""
     for pattern, s in patterns.items():
-        if s is not None and not isinstance(s, Sketch):
+        if s is not None and not isinstance(s, Sketch | Split):
             raise TypeError(
                 f"{pattern!r}: {s!r} is not a sketch; give for example L1(0.1), or None"
             )
-    chosen: dict[str, Sketch | None] = {}
+    chosen: dict[str, AnySketch | None] = {}
     refused: dict[str, list[str]] = {pattern: [] for pattern in patterns}
     useful: set[str] = set()
     for name, layer in layers.items():
@@ -161,7 +177,7 @@ def _match(layers: Layers, patterns: Mapping[str, Sketch | None]) -> dict[str, S
         if not hits:
             continue
         s = patterns[hits[0]]
-        reason = "" if s is None else refusal(layer, s)
+        reason = "" if s is None else refusal(layer, s, planner)
         if reason:
             refused[hits[0]].append(f"{name!r} cannot be sketched: {reason}")
             hits = hits[1:]
@@ -190,6 +206,7 @@ def _nothing_taken(
     model: nn.Module,
     layers: Layers,
     sketch: object,
+    planner: Planner | None,
     filter_fn: Filter | None,
     picked: Layers,
 ) -> str:
@@ -199,15 +216,15 @@ def _nothing_taken(
             f"{type(model).__name__} has no layer that can be sketched; {known} (the class "
             "itself, not a subclass) can be, and layers of your own with @sketchable"
         )
-    if isinstance(sketch, Sketch):
-        reasons = [(name, refusal(layer, sketch)) for name, layer in picked.items()]
+    if isinstance(sketch, Sketch | Split):
+        reasons = [(name, refusal(layer, sketch, planner)) for name, layer in picked.items()]
         refused = [f"{name!r}: {reason}" for name, reason in reasons if reason]
         if refused:
             return f"no layer can take {sketch!r}; {refused[0]}"
     names = ", ".join(repr(name) for name in list(layers)[:6])
     if filter_fn is not None:
         return f"filter_fn took none of the layers that can be sketched: {names}"
-    if not isinstance(sketch, Sketch):
+    if isinstance(sketch, Mapping):
         return (
             f"the mapping is empty; name some of the layers {names}, for example "
             f"{{{next(iter(layers))!r}: L1(0.1)}}"

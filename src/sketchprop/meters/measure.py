@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.table import LAYER, Column, Table, as_text, words
 from ..layers.transform import exact
-from ..sketches import Sketch
+from ..sketches import AnySketch, Planner
 from .cost.flops import FlopsReport, flops_of
 from .cost.memory import MemoryReport, bytes_of
 from .cost.timing import Times, times_of
@@ -278,8 +278,9 @@ def measure(
     model: nn.Module,
     loss_fn: Loss,
     batches: Iterable[Any],
-    sketch: Sketch | Mapping[str, Sketch | None] | None = None,
+    sketch: AnySketch | Mapping[str, AnySketch | None] | None = None,
     *,
+    planner: Planner | None = None,
     draws: int | None = None,
     split: bool = True,
     nodes: bool = True,
@@ -293,8 +294,8 @@ def measure(
     """Measures σ², V and their origin, FLOPs, saved bytes and step times, and gives the verdict.
 
     ``loss_fn(model, batch)`` returns the scalar loss of a training step; ``batches`` are at least
-    two, better eight, as training draws them. ``sketch`` is tried as ``sketch_`` would apply it
-    and taken off again; ``None`` measures the sketches that the model has.
+    two, better eight, as training draws them. ``sketch`` (with ``planner``) is tried as
+    ``sketch_`` would apply it and taken off again; ``None`` measures those that the model has.
 
     σ² = E‖g - ∇F‖² over batches, V = E‖ĝ - g‖² over draws, split by the layer that injected it
     (``split``; see ``sketchprop.meters.noise.variance``) and at each node by Prop. 2.2
@@ -318,7 +319,7 @@ def measure(
     if isinstance(times, tuple):
         times = Times.given(*times)
     end = math.inf if minutes is None else monotonic() + 60 * minutes
-    with restored(model, sketch) as buffers:
+    with restored(model, sketch, planner) as buffers:
         variance = variance_of(
             Gradients(model, loss_fn, buffers, seed),
             batches,

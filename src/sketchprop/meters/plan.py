@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from ..core.stopwatch import in_turns
 from ..core.table import LAYER, Column, Table, as_text, words
+from ..layers import Sketching
 from ..layers.isolation import no_gradient_hooks, twin
 from ..layers.select import sketchable_layers
 from ..layers.transform import exact, refusal, sketch_
-from ..sketches import L1, Sketch
+from ..sketches import L1, AnySketch
 from .cost.shapes import Use, recorded_uses
 from .cost.timing import Times, compare
 from .noise.passes import Loss, scalar_loss
@@ -58,12 +59,12 @@ class LayerPlan:
 class PlanReport:
     """The answer of ``plan``: printable, ``.worthwhile``, ``.as_dict()``."""
 
-    sketch: Sketch
+    sketch: AnySketch
     backward_seconds: float
     layers: tuple[LayerPlan, ...]
 
     @property
-    def worthwhile(self) -> dict[str, Sketch]:
+    def worthwhile(self) -> dict[str, AnySketch]:
         """What to give to ``sketch_``: the layers that get faster, by name."""
         return {line.layer: self.sketch for line in self.layers if line.worth}
 
@@ -121,7 +122,7 @@ def plan(
     loss_fn: Loss | None,
     batch: Any,
     *,
-    sketch: Sketch | None = None,
+    sketch: AnySketch | None = None,
     rounds: int = 7,
 ) -> PlanReport:
     """A line for each layer that can be sketched: its share of backward, what a sketch saves.
@@ -173,7 +174,7 @@ def _backward_seconds(model: nn.Module, value: Tensor, rounds: int) -> float:
 
 
 def _line(
-    uses: list[Use], sketch: Sketch, timed: _LayerTimer, backward: float, everything: list[Use]
+    uses: list[Use], sketch: AnySketch, timed: _LayerTimer, backward: float, everything: list[Use]
 ) -> LayerPlan:
     layer = uses[0].layer
     reason = refusal(layer, sketch)
@@ -181,6 +182,7 @@ def _line(
     largest = max(uses[0].products, key=lambda product: product.n * product.d)
     exact_flops = sum(use.exact_flops for use in uses)
     seconds = times.exact * len(uses)
+    sketched_flops = sum(use.sketched_flops(Sketching(sketch)) for use in uses)
     keeps_all = all(sketch.keeps_all(p.B, p.n, p.d) for p in uses[0].products)
     taken = not reason and not keeps_all
     worth = taken and times.ratio <= WORTH
@@ -197,7 +199,7 @@ def _line(
         time_share=seconds / backward,
         flops_share=exact_flops / sum(use.exact_flops for use in everything),
         ratio=times.ratio if taken else None,
-        flops_ratio=sum(u.sketched_flops(sketch) for u in uses) / exact_flops if taken else None,
+        flops_ratio=sketched_flops / exact_flops if taken else None,
         break_even=break_even if taken else None,
         worth=worth,
         note=note,
@@ -207,7 +209,7 @@ def _line(
 class _LayerTimer:
     """Times one layer alone; layers of equal kinds and shapes once."""
 
-    def __init__(self, sketch: Sketch, rounds: int) -> None:
+    def __init__(self, sketch: AnySketch, rounds: int) -> None:
         self.sketch = sketch
         self.rounds = rounds
         self._known: dict[object, tuple[Times, float | None]] = {}
@@ -224,10 +226,10 @@ class _LayerTimer:
         if not sketched:
             (alone,) = in_turns(actions, self.rounds, device)
             return compare(alone, alone), None
-        atoms = [self.sketch.atom_count(p.B, p.n, p.d) for p in use.products]
-        kept = sum(self.sketch.rank(a) for a in atoms) / sum(atoms)
+        shares = [self.sketch.kept(*size[:3]) for size in use.products]
+        kept = sum(shares) / len(shares)
         budget = 0.5 if kept < 0.4 else 0.1
-        for s in (self.sketch, replace(self.sketch, budget=budget)):
+        for s in (self.sketch, self.sketch.with_budget(budget)):
             actions.append(_backward(use, s, device))
         seconds = in_turns(actions, self.rounds, device)
         times, second = (compare(seconds[0], other) for other in seconds[1:])
@@ -242,7 +244,7 @@ def break_even(first: tuple[float, float], second: tuple[float, float]) -> float
     return min(1.0, max(0.0, p + (1 - ratio) * (q - p) / (other - ratio)))
 
 
-def _backward(use: Use, sketch: Sketch | None, device: torch.device) -> Callable[[], Any]:
+def _backward(use: Use, sketch: AnySketch | None, device: torch.device) -> Callable[[], Any]:
     """The backward pass of one layer, at the shapes of ``use``, with a graph that stays."""
 
     def real(x: Any) -> Any:
@@ -256,7 +258,7 @@ def _backward(use: Use, sketch: Sketch | None, device: torch.device) -> Callable
     layer = twin(use.layer)  # without the user's hooks, and with leaves of its own
     if sketch is not None:
         sketch_(layer, sketch, lambda module, name: module is layer)
-        layer.exact = False
+        layer.sketching.exact = False
     output = layer.forward(*args, **kwargs)
     outputs = [x for x in torch.utils._pytree.tree_leaves(output) if _differentiable(x)]
     given = torch.utils._pytree.tree_leaves((args, kwargs))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..layers import Sketching
 from ..layers.isolation import SKETCHING, random_state_kept
 from ..layers.transform import sketch_
-from ..sketches import Sketch
+from ..sketches import AnySketch, Planner
 
 
 class Buffers:
@@ -35,7 +35,9 @@ class Buffers:
 
 @contextmanager
 def restored(
-    model: nn.Module, sketch: Sketch | Mapping[str, Sketch | None] | None = None
+    model: nn.Module,
+    sketch: AnySketch | Mapping[str, AnySketch | None] | None = None,
+    planner: Planner | None = None,
 ) -> Iterator[Buffers]:
     """The one isolation of all meters; with ``sketch``, ``sketch_(model, sketch)`` inside.
 
@@ -53,35 +55,33 @@ def restored(
         stack.callback(_put_gradients_back, [(p, p.grad) for p in model.parameters()])
         buffers = Buffers(model)
         stack.callback(buffers.restore)
-        copies: dict[int, Any] = {}
         for module in model.modules():
-            entries = vars(module)
-            entries.update({k: deepcopy(entries[k], copies) for k in SKETCHING if k in entries})
+            if SKETCHING in vars(module):
+                vars(module)[SKETCHING] = vars(module)[SKETCHING].copied()
         for parameter in model.parameters():
             parameter.grad = None
         if not model.training:
             model.train()
         if sketch is not None:
-            sketch_(model, sketch)
+            sketch_(model, sketch, planner=planner)
         yield buffers
 
 
-_State = tuple[nn.Module, type[nn.Module], bool, dict[str, Any]]
+_State = tuple[nn.Module, type[nn.Module], bool, Sketching | None]
 
 
 def _state(module: nn.Module) -> _State:
-    entries = {key: vars(module)[key] for key in SKETCHING if key in vars(module)}
-    return module, type(module), module.training, entries
+    return module, type(module), module.training, vars(module).get(SKETCHING)
 
 
 def _put_back(states: list[_State]) -> None:
-    for module, kind, training, entries in states:
+    for module, kind, training, sketching in states:
         if type(module) is not kind:
             module.__class__ = kind
         module.training = training
-        for key in SKETCHING:
-            vars(module).pop(key, None)
-        vars(module).update(entries)
+        vars(module).pop(SKETCHING, None)
+        if sketching is not None:
+            vars(module)[SKETCHING] = sketching
 
 
 def _put_gradients_back(gradients: list[tuple[nn.Parameter, Tensor | None]]) -> None:

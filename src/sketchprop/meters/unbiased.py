@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..core.enumeration import expectation
+from ..core.sampling import Uniforms
 from ..core.table import Column, Table, as_text, words
+from ..core.vjp import Vjp
 from ..layers.isolation import random_state_kept
-from ..sketches import Sketch
+from ..sketches import AnySketch, Planner, Sketch, Split
 from .noise.passes import Gradients, Loss
 from .restore import restored
 
@@ -143,40 +145,32 @@ def cases(dtype: torch.dtype = torch.float64) -> tuple[Case, ...]:
     )
 
 
-def expected_gradients(sketch: Sketch, G: Tensor, W: Tensor, X: Tensor) -> tuple[Tensor, ...]:
+def expected_gradients(
+    sketch: AnySketch, G: Tensor, W: Tensor, X: Tensor, planner: Planner | None = None
+) -> tuple[Tensor, ...]:
     """E[dX], E[dW], E[db] over the draw of ``sketch``, as a finite sum: exact to rounding.
 
-    The kept set only changes where a uniform crosses a breakpoint: a fractional part of the
-    cumulative sum of p for exact sampling, p itself for independent sampling. Between two of
-    them the estimate is constant. Where a sketch takes several uniforms the estimate is a sum of
-    terms that each depend on one, so they may all be moved together.
+    The sum runs over every draw, and every draw that depends on another: see
+    ``core.enumeration``.
     """
-    seen: dict[str, Any] = {"X": X} if sketch.needs_input else {}
-    p = sketch.probabilities(G, W, **seen).detach().to(torch.float64).flatten()
-    if p.isnan().any() and G.isfinite().all():
-        raise ValueError(
-            f"{sketch!r} has NaN probabilities for a finite gradient; its weights must not be "
-            "negative or NaN"
-        )
-    sums = p.cumsum(0)
-    ends = p.new_tensor([0.0, 1.0])
-    points = torch.cat([ends, sums - sums.floor(), p.clamp(0, 1)]).sort().values
-    shape = sketch.uniform_shape(G, W)
-    totals = [torch.zeros_like(X), torch.zeros_like(W), G.new_zeros(G.shape[-1])]
-    for low, high in pairwise(points):
-        if high > low:
-            compact = sketch(G, W, ((low + high) / 2).expand(shape), **seen)
-            parts = (compact.input_grad(W), compact.weight_grad(X), compact.bias_grad())
-            for total, part in zip(totals, parts, strict=True):
-                total.add_((high - low) * part)
-    return tuple(totals)
+    vjp = Vjp(G, W, X)
+
+    def gradients(uniforms: Uniforms) -> tuple[Tensor, ...]:
+        if planner is None or isinstance(sketch, Split):
+            compact = sketch(vjp, uniforms)
+        else:
+            compact = planner.atoms(sketch, vjp).draw(vjp, uniforms)
+        return compact.input_grad(W), compact.weight_grad(X), compact.bias_grad()
+
+    return expectation(gradients)
 
 
 def check_unbiased(
-    subject: Sketch | nn.Module | Callable[..., Any],
+    subject: AnySketch | nn.Module | Callable[..., Any],
     loss_fn: Loss | None = None,
     batch: Any = None,
     *,
+    planner: Planner | None = None,
     draws: int | None = None,
     seed: int = 0,
 ) -> UnbiasedReport:
@@ -184,7 +178,8 @@ def check_unbiased(
 
     **A sketch**, built-in or your own: tried on a table of layers with hard shapes and contents.
     The mean is exact (a finite sum over the breakpoints of the uniforms), unless ``draws`` asks
-    for Monte Carlo. Any callable ``(G, W) -> CompactGradient`` works too, by Monte Carlo.
+    for Monte Carlo; ``planner`` makes the atoms, as in a layer. Any callable ``Vjp ->
+    CompactGradient`` works too, by Monte Carlo.
 
     **A sketched model** with ``loss_fn(model, batch)`` and a batch: by Monte Carlo, for every
     parameter. Everything is left as it was; randomness in forward (dropout) is held fixed, and
@@ -208,19 +203,20 @@ def check_unbiased(
             "loss_fn goes with a model: check_unbiased(model, loss_fn, batch) or "
             "check_unbiased(sketch)"
         )
-    if isinstance(subject, Sketch) and draws is None:
-        entries = tuple(e for c in cases() for e in _exact_entries(subject, c))
+    if isinstance(subject, Sketch | Split) and draws is None:
+        entries = tuple(e for c in cases() for e in _exact_entries(subject, c, planner))
         return UnbiasedReport(repr(subject), "exact mean over the draw", TOLERANCE, entries)
     if not callable(subject):
         raise TypeError(
             f"{subject!r} is neither a sketch nor a model; give for example L1(0.1), a callable "
-            "(G, W) -> CompactGradient, or a sketched model and its loss"
+            "Vjp -> CompactGradient, or a sketched model and its loss"
         )
     return _check_callable(subject, draws or 2000, seed)
 
 
-def _exact_entries(sketch: Sketch, case: Case) -> Iterator[MeanError]:
-    means = expected_gradients(sketch, case.G, case.W, case.X)
+def _exact_entries(sketch: AnySketch, case: Case, planner: Planner | None) -> Iterator[MeanError]:
+    own = None if planner is None else planner.anew()
+    means = expected_gradients(sketch, case.G, case.W, case.X, own)
     truth = (case.G @ case.W, case.G.mT @ case.X, case.G.sum(0))
     for name, mean, true in zip(("dX", "dW", "db"), means, truth, strict=True):
         error = _relative(mean - true, true)
@@ -239,7 +235,7 @@ def _check_callable(subject: Callable[..., Any], draws: int, seed: int) -> Unbia
                 for name, t in zip(("dX", "dW", "db"), truth, strict=True)
             ]
             for _ in range(draws):
-                compact = subject(G, W)
+                compact = subject(Vjp(G, W, X))
                 parts = (compact.input_grad(W), compact.weight_grad(X), compact.bias_grad())
                 for (_, _, tally), part in zip(batch, parts, strict=True):
                     tally.add(part)

@@ -7,20 +7,20 @@ output channels, its weight matrix has a flattened filter in each row.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.checks import check_local, solve_dtype
+from ..core.checks import solve_dtype
 from ..core.compact import KeptRows, scaled
-from ..core.importance import column_sums
 from ..core.samples import Samples
-from ..core.sampling import draw_uniforms
-from ..sketches import ColumnSketch, Rows, Sketch
-from .linear import _autocast, refuse_second_backward
-from .passes import asked, one_draw
+from ..core.sampling import Uniforms, draw_uniforms
+from ..core.vjp import CompactGradient, Vjp
+from ..sketches import AnySketch, ColumnSketch, Planner, Rows, Sketch, Split
+from .backward import Form, Method, autocast, records, sketched
 
 Sizes = tuple[int, ...]
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -57,28 +57,28 @@ def sketched_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    sketch: Sketch,
+    sketch: AnySketch,
     *,
     stride: int | Sizes = 1,
     padding: int | Sizes | str = 0,
     dilation: int | Sizes = 1,
-    u: Tensor | None = None,
+    planner: Planner | None = None,
+    uniforms: Uniforms = draw_uniforms,
 ) -> Tensor:
     """``F.conv1d``, ``F.conv2d`` or ``F.conv3d``, with dX and dW from a sketch of the gradient.
 
     ``x: [B, C, *spatial]`` or ``[C, *spatial]``, ``weight: [n, C, *kernel]``, ``bias: [n]``.
     A column sketch keeps output channels: the backward convolution has r of n of them, cost
     4·B·L·r·C·k + O(B·L·n). ``Rows`` by samples keeps r of B images. With kernel 1 and no padding
-    any sketch works, on rows (batch, position). As in ``sketched_linear`` draws are made in
-    backward, ``u`` replaces them, and where everything would be kept this is the exact
-    convolution.
+    any sketch works, on rows (batch, position). ``planner`` and ``uniforms`` as in
+    ``sketched_linear``; where everything would be kept this is the exact convolution.
 
     >>> from sketchprop import L1
     >>> x, filters = torch.randn(8, 16, 32, 32), torch.randn(64, 16, 3, 3)
     >>> sketched_conv(x, filters, None, L1(0.1), padding=1).shape
     torch.Size([8, 64, 32, 32])
     """
-    x, weight, bias = _autocast(x, weight, bias)
+    x, weight, bias = autocast(x, weight, bias)
     spatial = weight.dim() - 2
     if spatial not in _CONV or x.dim() not in (spatial + 1, spatial + 2):
         raise ValueError(
@@ -87,39 +87,46 @@ def sketched_conv(
         )
     if x.dim() == spatial + 1:
         options: Any = {"stride": stride, "padding": padding, "dilation": dilation}
-        return sketched_conv(x.unsqueeze(0), weight, bias, sketch, u=u, **options).squeeze(0)
+        options |= {"planner": planner, "uniforms": uniforms}
+        return sketched_conv(x.unsqueeze(0), weight, bias, sketch, **options).squeeze(0)
     if x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"x has {x.shape[1]} channels and the filters have {weight.shape[1]}; they must be "
             "equal: grouped convolutions are not sketched, use F.conv2d"
         )
     x, geometry = _geometry(x, weight, stride, padding, dilation)
-    if sketch.draws_forward:
+    form = ConvForm(
+        x.shape,
+        geometry=geometry,
+        weight_shape=weight.shape,
+        channels_first=x.is_contiguous(),
+    )
+    if "G" not in sketch.sees or (isinstance(sketch, Split) and sketch.forward is not None):
         raise TypeError(only_linear(sketch))
     if not geometry.pointwise and not fits_kernels(sketch):
         raise TypeError(only_columns(sketch))
     n, d = weight.shape[0], weight[0].numel()
     rows = x.shape[0] * math.prod(geometry.output(tuple(x.shape[2:])))
-    wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if not wanted or not torch.is_grad_enabled() or rows <= 0 or sketch.keeps_all(rows, n, d):
-        return _conv(x, weight, bias, geometry)
-    check_local(weight, sketch)
-    return _SketchedConv.apply(x, weight, bias, sketch, geometry, u)  # type: ignore[no-any-return, no-untyped-call]
+    if not records(x, weight, bias) or rows <= 0 or sketch.keeps_all(rows, n, d):
+        return form.forward(x, weight, bias)
+    if torch.compiler.is_compiling():
+        planner = None  # a step that is compiled may have no side effects
+    return sketched(x, weight, bias, form, Method(sketch, planner, False, uniforms))
 
 
-def fits_kernels(sketch: Sketch) -> bool:
+def fits_kernels(sketch: AnySketch) -> bool:
     """Whether ``sketch`` keeps whole channels or whole samples, as kernels need."""
     if isinstance(sketch, Rows):
-        return sketch.whole_samples(pixels=True) and sketch.then is None and not sketch.needs_input
+        return sketch.whole_samples(pixels=True) and sketch.sees == "G" and sketch.then is None
     return isinstance(sketch, ColumnSketch)
 
 
-def only_linear(sketch: Sketch) -> str:
+def only_linear(sketch: AnySketch) -> str:
     """Why ``sketch`` cannot take any convolution."""
     return f"{sketch!r} keeps rows of the input: it takes linear layers and attention only"
 
 
-def only_columns(sketch: Sketch) -> str:
+def only_columns(sketch: AnySketch) -> str:
     """Why ``sketch`` cannot take a convolution with a kernel."""
     return (
         f"{sketch!r} does not keep whole output channels or samples: it takes convolutions of "
@@ -153,141 +160,93 @@ def _each(value: int | Sizes, kernel: Sizes) -> Sizes:
     return (value,) * len(kernel) if isinstance(value, int) else tuple(value)
 
 
-def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    kernel, stride, padding, dilation = geometry
-    return _CONV[len(kernel)](x, weight, bias, stride, padding, dilation)
+@dataclass(frozen=True)
+class ConvForm(Form):
+    """Rows are (batch, position) and columns are channels: views in channels_last.
 
+    So it is for kernels of 1, which are linear layers over channels. ``facing`` finds the form in
+    which whole channels, or whole samples, are kept without a copy of G.
+    """
 
-class _SketchedConv(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sketch: Sketch,
-        geometry: Geometry,
-        u: Tensor | None,
+    geometry: Geometry = field(kw_only=True)
+    weight_shape: Sizes = field(kw_only=True)
+    channels_first: bool = field(kw_only=True)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        kernel, stride, padding, dilation = self.geometry
+        return _CONV[len(kernel)](x, weight, bias, stride, padding, dilation)
+
+    def facing(self, grad: Tensor, sketch: AnySketch) -> ConvForm:
+        if self.geometry.pointwise and (
+            not isinstance(sketch, ColumnSketch) or rows_are_a_view(grad)
+        ):
+            return self
+        kind = ChannelForm if isinstance(sketch, ColumnSketch) else SampleForm
+        return kind(**{f.name: getattr(self, f.name) for f in fields(self)})
+
+    def vjp(self, grad: Tensor, x: Tensor | None, weight: Tensor | None) -> Vjp:
+        G = channel_rows(grad)
+        W = None if weight is None else weight.flatten(1)
+        X = None if x is None else channel_rows(self.geometry.visited(x))
+        samples = grad.shape[0]
+        return Vjp(G, W, X, Samples(1, samples, G.shape[0] // samples, pixels=True))
+
+    def as_input(self, dX: Tensor) -> Tensor:
+        batch, _, *spatial = self.input_shape
+        positions = self.geometry.output(tuple(spatial))
+        dX = dX.view(batch, *positions, -1).movedim(-1, 1)
+        return self.spread(dX.contiguous() if self.channels_first else dX)
+
+    def as_weight(self, dW: Tensor) -> Tensor:
+        return dW.view(self.weight_shape)
+
+    def spread(self, dX: Tensor) -> Tensor:
+        """dX at the visited positions; zero at those that a stride jumps over."""
+        if dX.shape == self.input_shape:
+            return dX
+        full = torch.zeros(self.input_shape, dtype=dX.dtype, device=dX.device)
+        if not self.channels_first and dX.dim() == 4:
+            full = full.contiguous(memory_format=torch.channels_last)
+        self.geometry.visited(full).copy_(dX)
+        return full
+
+    def convolution_backward(
+        self, kept: Tensor, x: Tensor | None, filters: Tensor | None, shape: Sizes
     ) -> Tensor:
-        return _conv(x, weight, bias, geometry)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, sketch, geometry, u = inputs
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        # As in sketched_linear: a frozen weight needs no input, a frozen input no weight.
-        ctx.save_for_backward(
-            x if wants_weight or sketch.needs_input else None,
-            weight if wants_x or sketch.needs_weight else None,
-            u,
+        """torch's backward convolution: dX of ``shape`` from filters, dW of ``shape`` from x."""
+        if kept.numel() == 0:  # an independent draw may keep nothing, which torch would refuse
+            return kept.new_zeros(shape)
+        # torch wants both operands and reads one: of the other only the shape counts.
+        wants = [filters is not None, x is not None, False]
+        x = kept.new_empty(1).expand(shape) if x is None else x
+        filters = kept.new_empty(1).expand(shape) if filters is None else filters
+        _, stride, padding, dilation = self.geometry
+        no_output_padding = [0] * len(stride)
+        grads = torch.ops.aten.convolution_backward(
+            kept, x, filters, None, stride, padding, dilation, False, no_output_padding, 1, wants
         )
-        ctx.sketch = sketch
-        ctx.geometry = geometry
-        ctx.input_shape = x.shape
-        ctx.weight_shape = weight.shape
-        ctx.channels_first = x.is_contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, u = ctx.saved_tensors
-        with torch.no_grad():
-            ctx.asked = asked(ctx)
-            pointwise = ctx.geometry.pointwise
-            as_linear = pointwise and (
-                not isinstance(ctx.sketch, ColumnSketch) or rows_are_a_view(grad)
-            )
-            gradients = _linear_gradients if as_linear else _channel_gradients
-            if not pointwise and isinstance(ctx.sketch, Rows):
-                gradients = _sample_gradients
-            grads: tuple[Tensor | None, ...] = gradients(ctx, grad, x, weight, u)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = refuse_second_backward(grads, grad, x, weight)
-        return (*grads, None, None, None)
+        dX: Tensor = grads[0] if wants[0] else grads[1]
+        return dX
 
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-def _linear_gradients(
-    ctx: Any, grad: Tensor, x: Tensor | None, weight: Tensor | None, u: Tensor | None
-) -> Gradients:
-    """Kernel 1 as a linear layer on rows (batch, position): views in channels_last."""
-    wants_x, wants_weight, wants_bias = ctx.asked
-    sketch: Sketch = ctx.sketch
-    G = channel_rows(grad)
-    W = None if weight is None else weight.flatten(1)
-    dX = dW = db = None
-    if wants_bias and sketch.exact_bias:
-        db = column_sums(G).to(grad.dtype)
-    if wants_x or wants_weight or (wants_bias and db is None):
-        compact = one_draw(ctx, grad, ctx.asked, lambda: _draw(ctx, G, x, W, u, grad.shape[0]))
-        if wants_x:
-            assert W is not None
-            rows = compact.input_grad(W)
-            dX = rows.view(grad.shape[0], *grad.shape[2:], -1).movedim(-1, 1)
-            dX = _spread(ctx, dX.contiguous() if ctx.channels_first else dX)
-        if wants_weight:
-            assert x is not None
-            dW = compact.weight_grad(channel_rows(ctx.geometry.visited(x))).view(ctx.weight_shape)
-        if wants_bias and db is None:
-            db = compact.bias_grad()
-    return dX, dW, db
-
-
-def _draw(
-    ctx: Any, G: Tensor, x: Tensor | None, W: Tensor | None, u: Tensor | None, samples: int
-) -> Any:
-    sketch: Sketch = ctx.sketch
-    if not sketch.by_rows:
-        return sketch(G, W, u)
-    layout = Samples(1, samples, G.shape[0] // samples, pixels=True)
-    X = None
-    if x is not None and sketch.needs_input:
-        X = channel_rows(ctx.geometry.visited(x))
-    return sketch(G, W, u, X=X, layout=layout)
-
-
-def _sample_gradients(
-    ctx: Any, grad: Tensor, x: Tensor | None, weight: Tensor | None, u: Tensor | None
-) -> Gradients:
-    """Whole samples: torch's own backward convolution over a smaller batch."""
-    wants_x, wants_weight, wants_bias = ctx.asked
-    sketch: Rows = ctx.sketch
-    G = grad.flatten(1)
-    dX = dW = db = None
-    if wants_bias and sketch.exact_bias:
-        db = grad.flatten(2).sum((0, 2), dtype=solve_dtype(grad)).to(grad.dtype)
-    if wants_x or wants_weight or (wants_bias and db is None):
-        kept: KeptRows = one_draw(ctx, grad, ctx.asked, lambda: sketch(G, None, u))  # type: ignore[assignment]
-        part = kept.values.view(-1, *grad.shape[1:])
-        few = None if x is None else x.index_select(0, kept.index)
-        shape = (part.shape[0], *ctx.input_shape[1:])
-        dX, dW = _kernel_products(ctx, part, few, weight, shape)
-        if dX is not None:
-            dX = dX.new_zeros(ctx.input_shape).index_copy_(0, kept.index, dX)
-        if wants_bias and db is None:
-            db = part.flatten(2).sum((0, 2))
-    return dX, dW, db
-
-
-def _channel_gradients(
-    ctx: Any, grad: Tensor, x: Tensor | None, weight: Tensor | None, u: Tensor | None
-) -> Gradients:
+@dataclass(frozen=True)
+class ChannelForm(ConvForm):
     """A column sketch on the channels of G as they lie in memory."""
-    wants_x, wants_weight, wants_bias = ctx.asked
-    sketch: ColumnSketch = ctx.sketch
-    in_rows = rows_are_a_view(grad)
-    G = channel_rows(grad) if in_rows else grad.flatten(2)
-    dX = dW = db = None
-    if wants_bias and sketch.exact_bias:
-        db = column_sums(G) if in_rows else G.sum(-1, dtype=solve_dtype(G)).sum(0)
-        db = db.to(grad.dtype)
-    if wants_x or wants_weight or (wants_bias and db is None):
-        index, scale = one_draw(
-            ctx,
-            grad,
-            ctx.asked,
-            lambda: _choose(sketch, G if in_rows else sketch.fold(G), weight, u),
-        )
+
+    def vjp(self, grad: Tensor, x: Tensor | None, weight: Tensor | None) -> Vjp:
+        return Vjp(grad, weight, x)
+
+    def draw(
+        self, sketch: Sketch, vjp: Vjp, planner: Planner | None, uniforms: Uniforms
+    ) -> CompactGradient:
+        assert isinstance(sketch, ColumnSketch)
+        grad = vjp.G
+        in_rows = rows_are_a_view(grad)
+        G = channel_rows(grad) if in_rows else grad.flatten(2)
+        W = None if vjp.W is None else vjp.W.flatten(1)
+        folded = Vjp(G if in_rows else sketch.fold(G), W)
+        atoms = sketch.atoms(folded) if planner is None else planner.atoms(sketch, folded)
+        index, scale = atoms.choose(uniforms)
         # The kept channels, in the memory format of G.
         if in_rows:
             kept = scaled(G.index_select(1, index), scale)
@@ -295,84 +254,101 @@ def _channel_gradients(
         else:
             kept = scaled(G.index_select(1, index), scale.unsqueeze(-1))
             kept = kept.view(*kept.shape[:2], *grad.shape[2:])
-        filters = None if weight is None else weight.index_select(0, index)
-        products = _pointwise_products if ctx.geometry.pointwise else _kernel_products
-        dX, filter_grads = products(ctx, kept, x, filters, ctx.input_shape)
-        if wants_weight:
-            assert filter_grads is not None
-            dW = filter_grads.new_zeros(ctx.weight_shape).index_copy_(0, index, filter_grads)
-        if wants_bias and db is None:
-            sums = kept.flatten(2).sum((0, 2))
-            db = sums.new_zeros(grad.shape[1]).index_copy_(0, index, sums)
-    return dX, dW, db
+        return KeptChannels(index, kept, self)
 
+    def bias_sums(self, G: Tensor) -> Tensor:
+        if rows_are_a_view(G):
+            return super().bias_sums(channel_rows(G))
+        return G.flatten(2).sum(-1, dtype=solve_dtype(G)).sum(0)
 
-def _choose(
-    sketch: ColumnSketch, S: Tensor, weight: Tensor | None, u: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The kept channels and their 1/p, from a matrix ``S`` with the column weights of G."""
-    W = None if weight is None else weight.flatten(1)
-    if u is None:
-        u = draw_uniforms(S, sketch.uniform_shape(S, W))
-    return sketch.draw(sketch.plan(S, W).probabilities, u)
-
-
-def _pointwise_products(
-    ctx: Any, kept: Tensor, x: Tensor | None, filters: Tensor | None, shape: Sizes
-) -> tuple[Tensor | None, Tensor | None]:
-    """dX_b = W_keptᵀ G_b and dW_kept = Σ_b G_b X_bᵀ, positions last: nothing is transposed."""
-    wants_x, wants_weight = ctx.asked[:2]
-    G = kept.flatten(2)
-    B, r, L = G.shape
-    dX = dW = None
-    if wants_x:
-        assert filters is not None
-        dX = torch.bmm(filters.flatten(1).mT.expand(B, -1, -1), G)
-        dX = _spread(ctx, dX.view(B, -1, *kept.shape[2:]))
-    if wants_weight:
-        assert x is not None
-        X = ctx.geometry.visited(x).flatten(2)
-        if r <= L:  # the smaller temporary: B products [r, C], or a copy of X
-            dW = torch.bmm(G, X.mT).sum(0)
-        else:
-            dW = G.transpose(0, 1).flatten(1) @ X.transpose(0, 1).flatten(1).mT
-        dW = dW.view(r, *ctx.weight_shape[1:])
-    return dX, dW
-
-
-def _kernel_products(
-    ctx: Any, kept: Tensor, x: Tensor | None, filters: Tensor | None, shape: Sizes
-) -> tuple[Tensor | None, Tensor | None]:
-    """torch's own backward convolution, with the kept channels or samples; x has ``shape``."""
-    wants_x, wants_weight = ctx.asked[:2]
-    if not (wants_x or wants_weight):
-        return None, None
-    if kept.numel() == 0:  # an independent draw may keep nothing, which torch would refuse
-        dX = kept.new_zeros(shape) if wants_x else None
-        some = (kept.shape[1], *ctx.weight_shape[1:])
-        return dX, kept.new_zeros(some) if wants_weight else None
-    # Of what was not saved only the shape is looked at.
-    if x is None:
-        x = kept.new_empty(1).expand(shape)
-    if filters is None:
-        filters = kept.new_empty(1).expand(kept.shape[1], *ctx.weight_shape[1:])
-    _, stride, padding, dilation = ctx.geometry
-    mask = [wants_x, wants_weight, False]
-    dX, dW, _ = torch.ops.aten.convolution_backward(
-        kept, x, filters, None, stride, padding, dilation, False, [0] * len(stride), 1, mask
-    )
-    return dX, dW
-
-
-def _spread(ctx: Any, dX: Tensor) -> Tensor:
-    """dX at the visited positions; zero at those that a stride jumps over."""
-    if dX.shape == ctx.input_shape:
+    def as_input(self, dX: Tensor) -> Tensor:
         return dX
-    full = torch.zeros(ctx.input_shape, dtype=dX.dtype, device=dX.device)
-    if not ctx.channels_first and dX.dim() == 4:
-        full = full.contiguous(memory_format=torch.channels_last)
-    ctx.geometry.visited(full).copy_(dX)
-    return full
+
+
+@dataclass(frozen=True)
+class SampleForm(ChannelForm):
+    """Whole samples: a backward convolution over a smaller batch."""
+
+    def draw(
+        self, sketch: Sketch, vjp: Vjp, planner: Planner | None, uniforms: Uniforms
+    ) -> CompactGradient:
+        flat = Vjp(vjp.G.flatten(1))
+        kept = Form.draw(self, sketch, flat, planner, uniforms)
+        assert isinstance(kept, KeptRows)
+        return KeptSamples(kept.index, kept.values.view(-1, *vjp.G.shape[1:]), self)
+
+
+@dataclass(frozen=True)
+class KeptChannels:
+    """Some channels of Ĝ: ``values[B, r, *spatial]`` are its channels ``index[r]``."""
+
+    index: Tensor
+    values: Tensor
+    form: ConvForm
+
+    def dense(self) -> Tensor:
+        batch, _, *spatial = self.values.shape
+        full = self.values.new_zeros(batch, self.form.weight_shape[0], *spatial)
+        return full.index_copy_(1, self.index, self.values)
+
+    def input_grad(self, weight: Tensor) -> Tensor:
+        filters = weight.index_select(0, self.index)
+        if not self.form.geometry.pointwise:
+            return self.form.convolution_backward(self.values, None, filters, self.form.input_shape)
+        # dX_b = W_keptᵀ G_b, positions last: nothing is transposed.
+        G = self.values.flatten(2)
+        dX = torch.bmm(filters.flatten(1).mT.expand(G.shape[0], -1, -1), G)
+        return self.form.spread(dX.view(G.shape[0], -1, *self.values.shape[2:]))
+
+    def weight_grad(self, x: Tensor) -> Tensor:
+        shape = (self.values.shape[1], *self.form.weight_shape[1:])
+        if not self.form.geometry.pointwise:
+            dW = self.form.convolution_backward(self.values, x, None, shape)
+        else:
+            G, X = self.values.flatten(2), self.form.geometry.visited(x).flatten(2)
+            if G.shape[1] <= G.shape[2]:  # the smaller temporary: B products [r, C], or a copy of X
+                dW = torch.bmm(G, X.mT).sum(0).view(shape)
+            else:
+                dW = G.transpose(0, 1).flatten(1) @ X.transpose(0, 1).flatten(1).mT
+                dW = dW.view(shape)
+        return dW.new_zeros(self.form.weight_shape).index_copy_(0, self.index, dW)
+
+    def bias_grad(self) -> Tensor:
+        sums = self.values.flatten(2).sum((0, 2))
+        return sums.new_zeros(self.form.weight_shape[0]).index_copy_(0, self.index, sums)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + 4 * self.index.numel()
+
+
+@dataclass(frozen=True)
+class KeptSamples:
+    """Some samples of Ĝ: ``values[r, n, *spatial]`` are its samples ``index[r]``."""
+
+    index: Tensor
+    values: Tensor
+    form: ConvForm
+
+    def dense(self) -> Tensor:
+        full = self.values.new_zeros(self.form.input_shape[0], *self.values.shape[1:])
+        return full.index_copy_(0, self.index, self.values)
+
+    def input_grad(self, weight: Tensor) -> Tensor:
+        shape = (self.values.shape[0], *self.form.input_shape[1:])
+        dX = self.form.convolution_backward(self.values, None, weight, shape)
+        return dX.new_zeros(self.form.input_shape).index_copy_(0, self.index, dX)
+
+    def weight_grad(self, x: Tensor) -> Tensor:
+        few = x.index_select(0, self.index)
+        return self.form.convolution_backward(self.values, few, None, self.form.weight_shape)
+
+    def bias_grad(self) -> Tensor:
+        return self.values.flatten(2).sum((0, 2))
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + 4 * self.index.numel()
 
 
 def channel_rows(x: Tensor) -> Tensor:

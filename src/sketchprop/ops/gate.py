@@ -12,14 +12,20 @@ import torch
 from torch import Tensor
 
 from ..core.checks import check_weight
+from ..core.sampling import Uniforms, draw_uniforms
+from ..core.vjp import Vjp
 from ..sketches import ElementMask, Sketch
-from .linear import as_rows, refuse_second_backward
+from .backward import as_rows, refuse_second_backward
 
 
 def gate(
-    x: Tensor, sketch: Sketch, *, weight: Tensor | None = None, u: Tensor | None = None
+    x: Tensor,
+    sketch: Sketch,
+    *,
+    weight: Tensor | None = None,
+    uniforms: Uniforms = draw_uniforms,
 ) -> Tensor:
-    """Returns ``x``; in backward its gradient G becomes ``sketch(G).dense()``, E[Ĝ] = G.
+    """Returns ``x``; in backward its gradient G becomes ``sketch(Vjp(G)).dense()``, E[Ĝ] = G.
 
     Put it behind a layer, ``gate(F.linear(x, W, b), sketch, weight=W)``, and every gradient of
     the layer comes from Ĝ. ``weight`` is for sketches that look at the layer's weight (Diagonal,
@@ -34,12 +40,12 @@ def gate(
             "ElementMask masks the weight and the input of a layer, not a gradient: it works in "
             "sketched_linear and sketch_, not in gate; ColumnMask and SampleMask do"
         )
-    if sketch.needs_input or not sketch.one_gradient:
+    if not isinstance(sketch, Sketch) or "X" in sketch.sees:
         raise TypeError(
             f"{sketch!r} looks at a layer's input or treats dX and dW apart: it works in "
             "sketched_linear and sketch_, not in gate; Rows(0.1) does"
         )
-    if sketch.needs_weight:
+    if "W" in sketch.sees:
         check_weight(weight, sketch)
     stack = () if weight is None else weight.shape[:-2]
     rows = x[(0,) * len(stack)].numel() // max(1, x.shape[-1])
@@ -47,27 +53,27 @@ def gate(
         return x
     if sketch.keeps_all(rows, x.shape[-1], 0):
         return x
-    return _Gate.apply(x, weight, sketch, u)  # type: ignore[no-any-return, no-untyped-call]
+    return _Gate.apply(x, weight, sketch, uniforms)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor | None, sketch: Sketch, u: Tensor | None) -> Tensor:
+    def forward(x: Tensor, *_: object) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, ctx.sketch, u = inputs
+        x, weight, ctx.sketch, ctx.uniforms = inputs
         ctx.stack = torch.Size() if weight is None else weight.shape[:-2]
-        ctx.layout = ctx.sketch.layout_of(tuple(x.shape[len(ctx.stack) : -1]))
-        ctx.save_for_backward(weight, u)
+        ctx.samples = ctx.sketch.samples_of(tuple(x.shape[len(ctx.stack) : -1]))
+        ctx.save_for_backward(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, u = ctx.saved_tensors
+        (weight,) = ctx.saved_tensors
         with torch.no_grad():
-            G = as_rows(grad, ctx.stack)
-            dense = ctx.sketch(G, weight, u, layout=ctx.layout).dense().view(grad.shape)
+            vjp = Vjp(as_rows(grad, ctx.stack), weight, None, ctx.samples)
+            dense = ctx.sketch(vjp, ctx.uniforms).dense().view(grad.shape)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             (dense,) = refuse_second_backward((dense,), grad)
         return dense, None, None, None

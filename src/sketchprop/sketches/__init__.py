@@ -1,33 +1,30 @@
-"""Every method of the paper, one small class each."""
+"""Every method of the paper, one small class each, and the planners that serve them."""
 
-from .amortised import AmortisedSketch, PlanMemory
-from .atoms import ColumnSketch, RowSketch
-from .base import AtomSketch, Sketch
-from .coordinate import L1, L2, Diagonal, Variance
-from .forward import ForwardRows, RowMemory
-from .masks import ColumnMask, ElementMask, SampleMask
-from .rows import VCAS, WTACRS, Rows
+from .base import Sketch
+from .columns import L1, L2, ColumnMask, ColumnSketch, Diagonal, Variance
+from .elements import ElementMask
+from .planners import Every, Fresh, Planner, RunningNorms
+from .rows import ForwardRows, Rows, RowSketch, SampleMask
 from .spectral import GradientSVD, RankConstrained, SpectralSketch
-from .split import Split
+from .split import AnySketch, Split
 
 __all__ = [
     "L1",
     "L2",
-    "VCAS",
-    "WTACRS",
-    "AmortisedSketch",
-    "AtomSketch",
+    "AnySketch",
     "ColumnMask",
     "ColumnSketch",
     "Diagonal",
     "ElementMask",
+    "Every",
     "ForwardRows",
+    "Fresh",
     "GradientSVD",
-    "PlanMemory",
+    "Planner",
     "RankConstrained",
-    "RowMemory",
     "RowSketch",
     "Rows",
+    "RunningNorms",
     "SampleMask",
     "Sketch",
     "SpectralSketch",

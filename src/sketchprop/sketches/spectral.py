@@ -10,108 +10,109 @@ the one that may be remembered.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, NamedTuple
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..core import importance as weights
-from ..core.checks import check_weight, solve_dtype
+from ..core import importance
+from ..core.checks import solve_dtype
 from ..core.compact import LowRank, scaled, take_columns
+from ..core.cost import Cost, Size, drawing_flops
 from ..core.probabilities import water_fill
-from .amortised import AmortisedSketch
-from .base import Plan
+from ..core.sampling import Atoms
+from ..core.vjp import Vjp
+from .base import Sketch
 
 EIGEN_FLOPS = 9
 """FLOPs of a symmetric eigen-decomposition with vectors, over m³ (Golub & Van Loan, §8.3)."""
 
 
-class ColumnSpace(NamedTuple):
+@dataclass(frozen=True)
+class ColumnSpace(Atoms):
     """G = Σ pᵢ (pᵢᵀ G), P orthonormal: ``[..., B, B]``."""
 
-    P: Tensor
+    P: Tensor = field(kw_only=True)
 
-    def keep(self, G: Tensor, index: Tensor, scale: Tensor) -> LowRank:
-        left = take_columns(self.P, index).to(G.dtype)
-        return LowRank(scaled(left, scale), left.mT @ G)
+    def keep(self, vjp: Vjp, index: Tensor, scale: Tensor) -> LowRank:
+        left = take_columns(self.P, index).to(vjp.G.dtype)
+        return LowRank(scaled(left, scale.unsqueeze(-2)), left.mT @ vjp.G)
 
 
-class RowSpace(NamedTuple):
+@dataclass(frozen=True)
+class RowSpace(Atoms):
     """G = Σ (G aᵢ) bᵢᵀ with A Bᵀ = I: ``[..., n, n]`` each."""
 
-    A: Tensor
-    B: Tensor
+    A: Tensor = field(kw_only=True)
+    B: Tensor = field(kw_only=True)
 
-    def keep(self, G: Tensor, index: Tensor, scale: Tensor) -> LowRank:
-        left = G @ take_columns(self.A, index).to(G.dtype)
-        return LowRank(scaled(left, scale), take_columns(self.B, index).to(G.dtype).mT)
+    def keep(self, vjp: Vjp, index: Tensor, scale: Tensor) -> LowRank:
+        dtype = vjp.G.dtype
+        left = vjp.G @ take_columns(self.A, index).to(dtype)
+        right = take_columns(self.B, index).to(dtype)
+        return LowRank(scaled(left, scale.unsqueeze(-2)), right.mT)
 
 
-class Factored(NamedTuple):
+@dataclass(frozen=True)
+class Factored(Atoms):
     """G = Q R = Σ (Q uᵢ)(uᵢᵀ R), Q and U orthonormal, U ``[..., n, n]``.
 
     Q stays a product of reflectors, as LAPACK stores it beside R: forming it would cost as much
     as finding it, and only r of the Q uᵢ are wanted.
     """
 
-    U: Tensor
-    R: Tensor
-    packed: Tensor
-    tau: Tensor
+    U: Tensor = field(kw_only=True)
+    R: Tensor = field(kw_only=True)
+    packed: Tensor = field(kw_only=True)
+    tau: Tensor = field(kw_only=True)
 
-    def keep(self, G: Tensor, index: Tensor, scale: Tensor) -> LowRank:
+    def keep(self, vjp: Vjp, index: Tensor, scale: Tensor) -> LowRank:
         kept = take_columns(self.U, index)
         B, n = self.packed.shape[-2:]
         left = torch.ormqr(self.packed, self.tau, pad(kept, (0, 0, 0, B - n)))
-        return LowRank(scaled(left, scale).to(G.dtype), (kept.mT @ self.R).to(G.dtype))
-
-
-Basis = ColumnSpace | RowSpace | Factored
+        dtype = vjp.G.dtype
+        return LowRank(scaled(left, scale.unsqueeze(-2)).to(dtype), (kept.mT @ self.R).to(dtype))
 
 
 @dataclass(frozen=True, repr=False)
-class SpectralSketch(AmortisedSketch):
+class SpectralSketch(Sketch):
     """Atoms are rank-one: Ĝ = Σ (1/pᵢ)·leftᵢ rightᵢᵀ over the kept directions."""
 
-    @abstractmethod
-    def directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, Basis]:
-        """Weights ``[..., min(B, n)]``, largest first, and the basis they belong to."""
-
-    @abstractmethod
-    def row_directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, RowSpace]:
-        """Weights ``[..., n]``, largest first, and a basis that fits any G with n columns."""
-
     def atom_count(self, B: int, n: int, d: int) -> int:
-        return n if self.partial else min(B, n)
+        return min(B, n)
 
-    def full_plan(self, G: Tensor, W: Tensor | None) -> Plan:
-        return self._plan(*self.directions(G.to(solve_dtype(G)), W))
+    def probabilities_of(self, w: Tensor) -> tuple[Tensor, float, str]:
+        """What every kind of atoms begins with, from the importance w of each."""
+        rank = self.rank(w.shape[-1])
+        return water_fill(w.sqrt(), rank), rank, self.sampling
 
-    def partial_plan(self, G: Tensor, W: Tensor | None) -> Plan:
-        return self._plan(*self.row_directions(G.to(solve_dtype(G)), W))
+    def cost(self, size: Size, *, lasting: bool = False) -> Cost:
+        if not size.sides:
+            return Cost(0)
+        B, n, d, *_ = size
+        m = n if lasting else min(B, n)
+        r = self.rank(m)
+        return Cost(
+            products=2 * r * d * (B + n) * size.sides,  # dX = left (right W), dW = rightᵀ (leftᵀ X)
+            scoring=self.eigen_count(lasting) * EIGEN_FLOPS * m**3,
+            drawing=drawing_flops(m, r, self.sampling) + r * B,
+            scoring_products=self.gram_flops(size, lasting),
+            drawing_products=2 * r * n * (B if lasting else self.factor_rows(B, n)),
+        )
 
-    def _plan(self, w: Tensor, basis: Basis) -> Plan:
-        return Plan(water_fill(w.sqrt(), self.rank(w.shape[-1])), basis)
-
-    def keep(self, G: Tensor, plan: Plan, index: Tensor, scale: Tensor) -> LowRank:
-        basis: Basis = plan.basis
-        return basis.keep(G, index, scale.unsqueeze(-2))
-
-    def product_flops(self, B: int, n: int, d: int) -> float:
-        # dX = left (right W) and dW = rightᵀ (leftᵀ X).
-        return 4 * self.rank(self.atom_count(B, n, d)) * d * (B + n)
-
-    def planning_flops(self, B: int, n: int, d: int) -> float:
-        m = self.atom_count(B, n, d)
-        eigen = self.eigen_count() * EIGEN_FLOPS * m**3 / self.refresh_every
-        solving = self._solving_flops(m, self.rank(m)) + self.rank(m) * B
-        return self.planning_product_flops(B, n, d) + eigen + solving
-
-    def eigen_count(self) -> int:
-        """How many eigen-decompositions a plan takes."""
+    def eigen_count(self, lasting: bool) -> int:
+        """How many eigen-decompositions it takes to make the atoms."""
         return 1
+
+    def factor_rows(self, B: int, n: int) -> int:
+        """Rows of the matrix that the kept directions are multiplied with."""
+        return B
+
+    @abstractmethod
+    def gram_flops(self, size: Size, lasting: bool) -> float:
+        """Matrix products to make the atoms."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,31 +120,31 @@ class GradientSVD(SpectralSketch):
     """G-SV: p ∝ the singular values of G (``root=True``: ∝ their roots).
 
     The best unbiased rank-r approximation of G itself. Costs an eigen-decomposition of
-    min(B, n)³ and its Gram matrix each time; with ``refresh_every=k`` one of n³ every k steps.
+    min(B, n)³ and its Gram matrix each time; with ``planner=Every(k)`` one of n³ every k steps.
     """
 
     _: KW_ONLY
     root: bool = False
 
-    def directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, Basis]:
+    def atoms(self, vjp: Vjp) -> Atoms:
+        G = vjp.G.to(solve_dtype(vjp.G))
         if G.shape[-2] > G.shape[-1]:
-            return self.row_directions(G, W)
+            return self.lasting_atoms(vjp)
         w, P = descending_eigen(G @ G.mT)
-        return self._weights(w), ColumnSpace(P)
+        return ColumnSpace(*self.probabilities_of(self._importance(w)), P=P)
 
-    def row_directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, RowSpace]:
+    def lasting_atoms(self, vjp: Vjp) -> RowSpace:
+        G = vjp.G.to(solve_dtype(vjp.G))
         w, V = descending_eigen(G.mT @ G)
-        return self._weights(w), RowSpace(V, V)
+        return RowSpace(*self.probabilities_of(self._importance(w)), A=V, B=V)
 
-    def _weights(self, w: Tensor) -> Tensor:
+    def _importance(self, w: Tensor) -> Tensor:
         w = positive(w)
         return w.sqrt() if self.root else w
 
-    def planning_product_flops(self, B: int, n: int, d: int) -> float:
-        m = self.atom_count(B, n, d)
-        factor = 2 * self.rank(m) * B * n
-        gram = 2 * m * n * (self.scored_rows(B) if m == n else B)
-        return gram / self.refresh_every + factor
+    def gram_flops(self, size: Size, lasting: bool) -> float:
+        B, n, *_ = size
+        return 2 * n * n * B if lasting else 2 * min(B, n) * n * B
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,7 +154,7 @@ class RankConstrained(SpectralSketch):
     P are the left singular vectors of G·W̃ and p ∝ its singular values, with W̃W̃ᵀ = WWᵀ + αI: it
     minimises E‖(Ĝ - G)W‖² + α·E‖Ĝ - G‖² over all unbiased sketches of rank r, and no direction
     of G is invisible. Costs G·W, as much as the exact dX, and an eigen-decomposition; with
-    ``refresh_every=k`` two of n³ every k steps, in the paper's form Ĝ = G Γ^{-1/2} U D Uᵀ Γ^{1/2}
+    ``planner=Every(k)`` two of n³ every k steps, in the paper's form Ĝ = G Γ^{-1/2} U D Uᵀ Γ^{1/2}
     with a ridge on Γ.
     ``paper=True`` is α = 0, optimal for dX alone: where rank(G·W) < rank(G), as in every layer
     with n > d, the directions that W cannot see get p = 0 and dW is **biased**.
@@ -162,27 +163,29 @@ class RankConstrained(SpectralSketch):
     _: KW_ONLY
     paper: bool = False
 
-    needs_weight: ClassVar[bool] = True
+    sees: ClassVar[str] = "GW"
 
-    def directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, Basis]:
-        V = check_weight(W, self).to(G.dtype)
+    def atoms(self, vjp: Vjp) -> Atoms:
+        G = vjp.G.to(solve_dtype(vjp.G))
+        W = vjp.weight(self).to(G.dtype)
         if G.shape[-2] <= G.shape[-1]:
-            w, P = self._solve(G, V)
-            return w, ColumnSpace(P)
+            w, P = self._solve(G, W)
+            return ColumnSpace(*self.probabilities_of(w), P=P)
         packed, tau = torch.geqrf(G)
         R = packed[..., : G.shape[-1], :].triu()
-        w, U = self._solve(R, V)  # the same problem for the small square R
-        return w, Factored(U, R, packed, tau)
+        w, U = self._solve(R, W)  # the same problem for the small square R
+        return Factored(*self.probabilities_of(w), U=U, R=R, packed=packed, tau=tau)
 
-    def row_directions(self, G: Tensor, W: Tensor | None) -> tuple[Tensor, RowSpace]:
+    def lasting_atoms(self, vjp: Vjp) -> RowSpace:
+        G = vjp.G.to(solve_dtype(vjp.G))
         energies, V = descending_eigen(G.mT @ G)
         # A ridge: the basis must also fit a later G, whose directions this one may not have.
         top = energies.nan_to_num().amax(-1, keepdim=True)
         ridge = torch.where(top > 0, RIDGE * top, 1.0)
         roots = (energies.nan_to_num().clamp(min=0) + ridge).sqrt().unsqueeze(-2)
         half, inverse = (V * roots) @ V.mT, (V / roots) @ V.mT
-        w, U = self._solve(half, check_weight(W, self).to(G.dtype))
-        return w + 0 * energies, RowSpace(inverse @ U, half @ U)
+        w, U = self._solve(half, vjp.weight(self).to(G.dtype))
+        return RowSpace(*self.probabilities_of(w + 0 * energies), A=inverse @ U, B=half @ U)
 
     def _solve(self, A: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of A(WWᵀ + αI)Aᵀ."""
@@ -192,26 +195,30 @@ class RankConstrained(SpectralSketch):
             w, P = descending_eigen(gram)
             noise = w[..., :1] * (w.shape[-1] * torch.finfo(w.dtype).eps)
             return w.masked_fill(w <= noise, 0), P
-        alpha = weights.FLOOR * weights.row_energies(W).mean(-1)[..., None, None]
+        alpha = importance.FLOOR * importance.row_energies(W).mean(-1)[..., None, None]
         w, P = descending_eigen(gram + alpha * (A @ A.mT))
         return positive(w), P
 
-    def eigen_count(self) -> int:
-        return 2 if self.partial else 1
+    def eigen_count(self, lasting: bool) -> int:
+        return 2 if lasting else 1
 
-    def planning_flops(self, B: int, n: int, d: int) -> float:
-        tall = n < B and not self.partial
+    def factor_rows(self, B: int, n: int) -> int:
+        return min(B, n)
+
+    def cost(self, size: Size, *, lasting: bool = False) -> Cost:
+        B, n, d, *_ = size
+        cost = super().cost(size, lasting=lasting)
+        if not size.sides:
+            return cost
+        tall = n < B and not lasting
         qr = 2 * B * n * n + 4 * B * n * self.rank(n) if tall else 0
-        alpha = 0 if self.paper else 2 * n * d / self.refresh_every
-        return super().planning_flops(B, n, d) + qr + alpha
+        return cost.plus(Cost(0, qr + (0 if self.paper else 2 * n * d)))
 
-    def planning_product_flops(self, B: int, n: int, d: int) -> float:
-        m = self.atom_count(B, n, d)
+    def gram_flops(self, size: Size, lasting: bool) -> float:
+        B, n, d, *_ = size
+        m = n if lasting else min(B, n)
         inner = 2 * m * n * d + 2 * m * m * d + (0 if self.paper else 2 * m * m * n)
-        if not self.partial:
-            return inner + 2 * self.rank(m) * n * min(B, n)
-        gram = 2 * n * n * self.scored_rows(B) + 8 * n**3
-        return (inner + gram) / self.refresh_every + 2 * self.rank(m) * B * n
+        return inner + (2 * n * n * B + 8 * n**3 if lasting else 0)
 
 
 RIDGE = 1e-3

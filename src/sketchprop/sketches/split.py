@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass, replace
 
-import torch
-from torch import Tensor
-
-from ..core.compact import CompactGradient, TwoSided, Whole
+from ..core.compact import TwoSided, Whole
+from ..core.cost import Cost, Size
 from ..core.samples import Samples
-from .base import Sketch, part_of
+from ..core.sampling import Uniforms, draw_uniforms
+from ..core.vjp import Vjp
+from .base import Sketch
 
 
-@dataclass(frozen=True, repr=False)
-class Split(Sketch):
-    """dX from the sketch ``input``, dW from the sketch ``weight``, each with a draw of its own.
+@dataclass(frozen=True)
+class Split:
+    """A pair: dX from the sketch ``input``, dW from the sketch ``weight``, each with its own draw.
 
     Each is unbiased by itself, so both are. ``None``: that side is exact. db is exact, or with
     ``exact_bias=False`` from ``weight``. ``Split(input=L1(0.1), weight=ForwardRows(0.1))`` cuts
@@ -27,134 +25,98 @@ class Split(Sketch):
     TypeError: weight=<class ...> is not a sketch; ...
     """
 
-    budget: float | int = field(init=False, default=1.0)
-    """The budget of ``weight``, or of ``input`` where ``weight`` is exact."""
-    input: Sketch | None = field(kw_only=True)
-    weight: Sketch | None = field(kw_only=True)
-
-    needs_weight: ClassVar[bool] = True
-    by_rows: ClassVar[bool] = True
-    one_gradient: ClassVar[bool] = False
+    _: KW_ONLY
+    input: Sketch | None
+    weight: Sketch | None
+    exact_bias: bool = True
 
     def __post_init__(self) -> None:
         for name in ("input", "weight"):
             side = getattr(self, name)
-            if side is not None and (not isinstance(side, Sketch) or isinstance(side, Split)):
+            if side is not None and not isinstance(side, Sketch):
                 raise TypeError(
                     f"{name}={side!r} is not a sketch; give for example {name}=L1(0.1), or None "
                     "for an exact product"
                 )
-        if self.input is not None and self.input.draws_forward:
+        if self.input is not None and "G" not in self.input.sees:
             raise ValueError(
                 f"input={self.input!r} keeps rows of X for dW and leaves dX exact; use "
                 "input=None, or a sketch of the gradient, for example input=L1(0.1)"
             )
-        if self.draws_forward and self.input is not None and self.input.needs_input:
+        if self.forward is not None and self.input is not None and "X" in self.input.sees:
             raise ValueError(
                 f"input={self.input!r} looks at X in backward, and weight={self.weight!r} keeps "
                 "only some rows of it; use an input sketch of the gradient alone, for example L1"
             )
-        main = self.weight or self.input
-        if main is None:
+        if not self.sides:
             raise ValueError("both sides of Split are exact; give input=... or weight=...")
-        object.__setattr__(self, "budget", main.budget)
-        object.__setattr__(self, "sampling", main.sampling)
-        super().__post_init__()
-
-    def __repr__(self) -> str:
-        bias = "" if self.exact_bias else ", exact_bias=False"
-        return f"Split(input={self.input!r}, weight={self.weight!r}{bias})"
 
     @property
-    def needs_input(self) -> bool:
-        return any(side.needs_input for side in self._sides())
+    def sides(self) -> list[Sketch]:
+        """Those that are not exact."""
+        return [side for side in (self.input, self.weight) if side is not None]
 
     @property
-    def draws_forward(self) -> bool:  # type: ignore[override]
-        return self.weight is not None and self.weight.draws_forward
+    def forward(self) -> Sketch | None:
+        """The side that is drawn in forward."""
+        return self.weight if self.weight is not None and "G" not in self.weight.sees else None
 
-    def memory(self) -> Any:
-        return None if self.weight is None or not self.draws_forward else self.weight.memory()
+    @property
+    def sees(self) -> str:
+        """What the draws in backward look at."""
+        return "".join(side.sees for side in self.sides if "G" in side.sees)
 
-    def with_budget(self, budget: float | int) -> Split:
-        def changed(side: Sketch | None) -> Sketch | None:
-            return None if side is None else side.with_budget(budget)
+    @property
+    def budget(self) -> float | int:
+        """The budget of ``weight``, or of ``input`` where ``weight`` is exact."""
+        return self.sides[-1].budget
 
-        return replace(self, input=changed(self.input), weight=changed(self.weight))
-
-    def layout_of(self, dims: tuple[int, ...]) -> Samples:
-        by_rows = [side for side in self._sides() if side.by_rows]
-        return by_rows[-1].layout_of(dims) if by_rows else Samples.of(dims)
-
-    def __call__(
-        self,
-        G: Tensor,
-        W: Tensor | None = None,
-        u: Tensor | None = None,
-        *,
-        X: Tensor | None = None,
-        layout: Samples | None = None,
-    ) -> CompactGradient:
-        drawn: list[CompactGradient] = []
-        start, stack = 0, G.dim() - 2
-        for side in (self.input, self.weight):
-            if side is None:
-                drawn.append(Whole(G))
-                continue
-            own = None
-            if u is not None:
-                shape = side.uniform_shape(G, W)
-                own = part_of(u, stack, start, shape)
-                start += math.prod(shape[stack:])
-            drawn.append(side(G, W, own, X=X, layout=layout))
+    def __call__(self, vjp: Vjp, uniforms: Uniforms = draw_uniforms) -> TwoSided:
+        """Draws both sides, where X is whole; layers draw rows of X in forward."""
+        drawn = [
+            Whole(vjp.G) if side is None else side(vjp, uniforms)
+            for side in (self.input, self.weight)
+        ]
         return TwoSided(drawn[0], drawn[1])
 
-    def compact(self, G: Tensor, W: Tensor | None, u: Tensor) -> CompactGradient:
-        return self(G, W, u)
-
-    def uniform_shape(self, G: Tensor, W: Tensor | None) -> tuple[int, ...]:
-        stack = G.dim() - 2
-        counts = [math.prod(side.uniform_shape(G, W)[stack:]) for side in self._sides()]
-        return (*G.shape[:-2], sum(counts))
-
-    def probabilities(
-        self, G: Tensor, W: Tensor | None = None, *, X: Tensor | None = None
-    ) -> Tensor:
-        """Of both sides, one after the other."""
-        parts = []
-        for side in self._sides():
-            seen: dict[str, Any] = {"X": X} if side.needs_input else {}
-            parts.append(side.probabilities(G, W, **seen))
-        return torch.cat(parts, -1)
-
-    def atom_count(self, B: int, n: int, d: int) -> int:
-        return (self.weight or self._sides()[0]).atom_count(B, n, d)
-
     def keeps_all(self, B: int, n: int, d: int) -> bool:
-        return all(side.keeps_all(B, n, d) for side in self._sides())
+        return all(side.keeps_all(B, n, d) for side in self.sides)
 
-    def product_flops(self, B: int, n: int, d: int) -> float:
-        sides = [4.0 * B * n * d if s is None else s.product_flops(B, n, d) for s in self._both()]
-        return sum(sides) / 2
+    def kept(self, B: int, n: int, d: int) -> float:
+        return self.sides[-1].kept(B, n, d)
 
-    def flops(
-        self, B: int, n: int, d: int, *, input_grad: bool = True, weight_grad: bool = True
-    ) -> float:
-        total = 0.0
-        for side, wanted, is_input in zip(
-            self._both(), (input_grad, weight_grad), (True, False), strict=True
+    def cost(self, size: Size, *, lasting: bool = False) -> Cost:
+        total = Cost(0)
+        for side, owed in (
+            (self.input, size._replace(weight_grad=False)),
+            (self.weight, size._replace(input_grad=False)),
         ):
-            if wanted and side is None:
-                total += 2 * B * n * d
-            elif wanted and side is not None:
-                total += side.flops(B, n, d, input_grad=is_input, weight_grad=not is_input)
+            exact = side is None or side.keeps_all(size.B, size.n, size.d)
+            total = total.plus(
+                Cost(owed.exact_flops)
+                if side is None or exact
+                else side.cost(owed, lasting=lasting)
+            )
         return total
 
     def saved_share(self, B: int) -> float:
         return 1.0 if self.weight is None else self.weight.saved_share(B)
 
-    def _both(self) -> tuple[Sketch | None, Sketch | None]:
-        return self.input, self.weight
+    def samples_of(self, dims: tuple[int, ...]) -> Samples | None:
+        of_sides = [side.samples_of(dims) for side in self.sides]
+        return of_sides[-1] or of_sides[0]
 
-    def _sides(self) -> list[Sketch]:
-        return [side for side in self._both() if side is not None]
+    def with_budget(self, budget: float | int) -> Split:
+        """The same pair with another budget on both sides."""
+        input, weight = (
+            None if side is None else side.with_budget(budget) for side in (self.input, self.weight)
+        )
+        return replace(self, input=input, weight=weight)
+
+    def __repr__(self) -> str:
+        bias = "" if self.exact_bias else ", exact_bias=False"
+        return f"Split(input={self.input!r}, weight={self.weight!r}{bias})"
+
+
+AnySketch = Sketch | Split
+"""What a layer takes: one sketch for all of its gradients, or a pair."""

@@ -76,7 +76,7 @@ def flops_of(model: nn.Module, loss_fn: Loss, batch: Any) -> FlopsReport:
         kept: list[Tensor] = []
         forward = _count(lambda: kept.append(scalar_loss(loss_fn, model, batch)))
         exact_backward = backward(kept.pop())
-    active = {m: name for m, name in layers.items() if m.training and not m.exact}
+    active = {m: name for m, name in layers.items() if m.training and not m.sketching.exact}
     with recorded_uses(active) as uses:  # type: ignore[arg-type]
         value = scalar_loss(loss_fn, model, batch)
         # Recomputation in backward is no further use.

@@ -10,38 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers import SketchedModule, sketched_class
-from ...sketches import Sketch
+from ...core.cost import Size
+from ...layers import SketchedModule, Sketching, sketched_class
 from ..restore import hooked
-
-
-@dataclass(frozen=True)
-class Product:
-    """A weight matrix in backward: ``B`` rows, ``n`` outputs, ``d`` inputs, and what it owes."""
-
-    B: int
-    n: int
-    d: int
-    input_grad: bool
-    weight_grad: bool
-
-    @property
-    def exact_flops(self) -> float:
-        return 2 * self.B * self.n * self.d * (self.input_grad + self.weight_grad)
-
-    def sketched_flops(self, sketch: Sketch) -> float:
-        if sketch.keeps_all(self.B, self.n, self.d):
-            return self.exact_flops
-        return sketch.flops(
-            self.B, self.n, self.d, input_grad=self.input_grad, weight_grad=self.weight_grad
-        )
-
-    def overhead_flops(self, sketch: Sketch) -> float:
-        """What a sketch does beside matrix products: invisible to torch's flop counter."""
-        sizes = self.B, self.n, self.d
-        if sketch.keeps_all(*sizes) or not (self.input_grad or self.weight_grad):
-            return 0
-        return sketch.planning_flops(*sizes) - sketch.planning_product_flops(*sizes)
 
 
 @dataclass(frozen=True)
@@ -52,7 +23,7 @@ class Use:
     layer: Any
     args: Any
     kwargs: Any
-    products: tuple[Product, ...]
+    products: tuple[Size, ...]
     sketched: bool = False
     """Whether this call recorded a sketched backward: ``where="faster"`` may leave it exact."""
 
@@ -60,20 +31,20 @@ class Use:
     def exact_flops(self) -> float:
         return sum(product.exact_flops for product in self.products)
 
-    def sketched_flops(self, sketch: Sketch) -> float:
-        return sum(product.sketched_flops(sketch) for product in self.products)
+    def sketched_flops(self, state: Sketching) -> float:
+        return sum(state.cost(size).total for size in self.products)
 
     @property
     def run_flops(self) -> float:
         """What this call's backward takes, sketched or not."""
-        return self.sketched_flops(self.layer.sketch) if self.sketched else self.exact_flops
+        return self.sketched_flops(self.layer.sketching) if self.sketched else self.exact_flops
 
     @property
     def overhead_flops(self) -> float:
         """The part of it that torch's flop counter does not see."""
         if not self.sketched:
             return 0
-        return sum(product.overhead_flops(self.layer.sketch) for product in self.products)
+        return float(sum(self.layer.sketching.cost(size).overhead for size in self.products))
 
 
 @contextmanager
@@ -89,14 +60,14 @@ def recorded_uses(layers: Mapping[nn.Module, str]) -> Iterator[list[Use]]:
             shapes, options = torch.utils._pytree.tree_map(_shape_only, (args, kwargs))
             products = _products(layer, (args, kwargs), output)
             inputs = (*args, *kwargs.values())
-            sketched = isinstance(layer, SketchedModule) and layer.sketching(*inputs)
+            sketched = isinstance(layer, SketchedModule) and layer.is_sketching(*inputs)
             uses.append(Use(layers[layer], layer, shapes, options, products, sketched))
 
     with hooked(layers, after=note):
         yield uses
 
 
-def _products(layer: nn.Module, inputs: Any, output: Any) -> tuple[Product, ...]:
+def _products(layer: nn.Module, inputs: Any, output: Any) -> tuple[Size, ...]:
     kind = sketched_class(type(layer))
     if kind is None:
         return ()
@@ -110,7 +81,7 @@ def _products(layer: nn.Module, inputs: Any, output: Any) -> tuple[Product, ...]
     last = len(matrices) - 1
     return tuple(
         # The last of several reads what the others made of trainable weights.
-        Product(rows, n, d, from_below or (0 < i == last and trains), trains)
+        Size(rows, n, d, from_below or (0 < i == last and trains), trains)
         for i, (n, d) in enumerate(matrices)
     )
 

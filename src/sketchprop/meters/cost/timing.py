@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.cost import Size
 from ...core.stopwatch import in_turns
 from ...core.table import Column, Table, as_text, words
+from ...layers import Sketching
 from ...layers.isolation import no_gradient_hooks
 from ...layers.transform import exact
 from ...ops import sketched_linear
-from ...sketches import Sketch
+from ...sketches import AnySketch
 from ..noise.passes import Loss, scalar_loss
 from ..restore import restored
 
@@ -131,7 +133,7 @@ class BenchReport:
 
 def bench(
     shapes: Sequence[tuple[int, int, int]],
-    sketches: Sequence[Sketch],
+    sketches: Sequence[AnySketch],
     rounds: int = 15,
     device: str | torch.device = "cpu",
 ) -> BenchReport:
@@ -141,14 +143,14 @@ def bench(
     for B, d, n in shapes:
         for sketch in sketches:
             seconds = in_turns(_backwards(B, d, n, sketch, device), rounds, device)
-            flops = sketch.flops(B, n, d) / (4 * B * n * d)
-            shown = 1.0 if sketch.keeps_all(B, n, d) else flops
+            size = Size(B, n, d)
+            shown = Sketching(sketch).cost(size).total / size.exact_flops
             lines.append(BenchLine((B, d, n), repr(sketch), compare(*seconds), shown))
     return BenchReport(tuple(lines))
 
 
 def _backwards(
-    B: int, d: int, n: int, sketch: Sketch, device: torch.device
+    B: int, d: int, n: int, sketch: AnySketch, device: torch.device
 ) -> list[Callable[[], Any]]:
     shapes = ((B, d), (n, d), (n,), (B, n))
     x, W, b, G = (torch.randn(*shape, device=device) for shape in shapes)

@@ -35,7 +35,7 @@ class Switch:
         self.layers: dict[Any, str] = {
             module: name
             for name, module in model.named_modules()
-            if isinstance(module, SketchedModule) and module.training and not module.exact
+            if isinstance(module, SketchedModule) and module.training and not module.sketching.exact
         }
         self.first = 0
         self.draw = 0
@@ -89,9 +89,9 @@ class Switch:
 
     def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
         index = self._index(module)
-        module.exact = self._exact or index < self.first
+        module.sketching.exact = self._exact or index < self.first
         self._before.append(_random_state(module))
-        if not module.exact and index not in self._own_randomness:
+        if not module.sketching.exact and index not in self._own_randomness:
             seed(_device(module), self.seed, self.draw, index)
 
     def _leave(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -108,7 +108,7 @@ class Switch:
                     f"{self.layers[module]!r} has dropout of its own and its sketch draws in "
                     "forward: the two cannot be told apart. Set its dropout to 0 to measure"
                 )
-        elif not module.exact:
+        elif not module.sketching.exact:
             _set_random_state(module, before)
 
 
@@ -237,7 +237,7 @@ def _square_sum(x: Tensor) -> Tensor:
 def _nothing_sketched(model: nn.Module) -> str:
     name = type(model).__name__
     sketched = [m for m in model.modules() if isinstance(m, SketchedModule)]
-    if sketched and all(m.exact for m in sketched):
+    if sketched and all(m.sketching.exact for m in sketched):
         return f"every sketch of {name} is off; leave `with sketchprop.exact(model):` to measure"
     if sketched:
         return f"every sketched layer of {name} is in eval mode while the model trains"

@@ -1,0 +1,119 @@
+"""What every sketched layer is - a layer's class, plus one entry - and the plainest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..core.cost import Cost, Size
+from ..ops import sketched_linear
+from ..sketches import AnySketch, Planner
+
+
+@dataclass(eq=False)
+class Sketching:
+    """The state of one sketched layer: all that ``sketch_`` adds and ``unsketch_`` takes away."""
+
+    sketch: AnySketch
+    planner: Planner | None = None
+    """Makes the atoms; ``None``: new ones in each step."""
+    exact: bool = False
+    """True while ``sketchprop.exact`` is in force."""
+    judge: Callable[[SketchedModule, Sequence[Any]], bool] | None = None
+    """Asked in each forward pass whether to sketch (``where="faster"``); ``None``: always."""
+    accumulate: bool = False
+    """Whether kept rows of dW are added to an existing ``.grad`` in place."""
+    parts: dict[int, Planner] = field(default_factory=dict, repr=False)
+    """The planners of a layer's second, third, … weight matrix."""
+
+    def planner_of(self, part: int = 0) -> Planner | None:
+        """The planner of one of the layer's weight matrices; each has its own."""
+        if self.planner is None or part == 0:
+            return self.planner
+        return self.parts.setdefault(part, self.planner.anew())
+
+    def cost(self, size: Size) -> Cost:
+        """FLOPs of one product's backward, as this layer would run it when it is sketched."""
+        if self.sketch.keeps_all(size.B, size.n, size.d):
+            return Cost(size.exact_flops)
+        if self.planner is None:
+            return self.sketch.cost(size)
+        return self.planner.cost(self.sketch, size)
+
+    def forget(self) -> None:
+        """Drops what the planners remember."""
+        for planner in (self.planner, *self.parts.values()):
+            if planner is not None:
+                planner.forget()
+
+    def copied(self) -> Sketching:
+        """The same state, with memories of its own."""
+        twin = deepcopy(self)
+        twin.exact = self.exact
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy made inside an `exact` block is not in that block.
+        return {**self.__dict__, "exact": False}
+
+
+class SketchedModule:
+    """Mixed into a layer's class by ``sketch_``; its one entry leaves the ``__dict__`` with it."""
+
+    plain: ClassVar[type[nn.Module]]
+    """The class that this one stands in for."""
+
+    sketching: Sketching
+    training: bool
+
+    @property
+    def sketch(self) -> AnySketch:
+        """What the layer's backward is sketched by."""
+        return self.sketching.sketch
+
+    def is_sketching(self, *inputs: Any) -> bool:
+        """Whether this forward pass, on ``inputs``, records a sketched backward."""
+        state = self.sketching
+        if not self.training or state.exact or not torch.is_grad_enabled():
+            return False
+        return state.judge is None or len(inputs) == 0 or state.judge(self, inputs)
+
+    def extra_repr(self) -> str:
+        own = super().extra_repr()  # type: ignore[misc]
+        return f"{own}, sketch={self.sketch!r}" if own else f"sketch={self.sketch!r}"
+
+    @classmethod
+    def left_exact(cls, layer: nn.Module, sketch: AnySketch) -> str:
+        """Why ``sketch`` cannot take this very layer; empty if it can."""
+        return ""
+
+    @classmethod
+    def matrices(cls, layer: nn.Module) -> tuple[tuple[int, int], ...]:
+        """(n, d), outputs and inputs, of each weight matrix whose backward is sketched."""
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        return ((weight.shape[0], weight[0].numel()),)
+
+
+class SketchedLinear(SketchedModule, nn.Linear):
+    """``nn.Linear`` with a sketched backward in training mode; otherwise ``nn.Linear`` itself."""
+
+    plain = nn.Linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.is_sketching(input):
+            return super().forward(input)
+        state = self.sketching
+        return sketched_linear(
+            input,
+            self.weight,
+            self.bias,
+            state.sketch,
+            planner=state.planner,
+            accumulate=state.accumulate,
+        )

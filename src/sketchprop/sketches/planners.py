@@ -1,0 +1,227 @@
+"""Planners: who makes the atoms of a layer's gradient, and when.
+
+Without a planner a sketch makes them anew in each step, from all of G. Atoms may come from
+anywhere, as long as they do not know the draw and every atom that is not zero has p > 0. Atoms
+that have not seen all of the present G cannot know which of them are zero, so a floor is kept
+under all: p ← (1 - ε)·p + ε·r/n.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..core.checks import check_share, check_steps, solve_dtype
+from ..core.cost import Cost, Size
+from ..core.importance import column_sums
+from ..core.probabilities import water_fill
+from ..core.sampling import Atoms
+from ..core.vjp import Vjp
+from .base import Sketch
+from .rows import ForwardRows
+from .split import AnySketch
+
+STALE_FLOOR = 0.1
+"""The share of uniform probabilities under atoms that have not seen all of G."""
+
+
+class Planner(ABC):
+    """Makes the atoms for one layer; ``anew()`` is one for another layer, without memories.
+
+    What it remembers is not part of a ``state_dict``. Under ``torch.compile`` a step may have no
+    side effects: there every step makes its own atoms.
+    """
+
+    @abstractmethod
+    def atoms(self, sketch: Sketch, vjp: Vjp) -> Atoms:
+        """The atoms to draw from in this step."""
+
+    def saw(self, vjp: Vjp) -> None:
+        """Called after a backward pass with what was seen in it."""
+        return None
+
+    def refusal(self, sketch: Sketch) -> str:
+        """Why it cannot serve ``sketch``; empty if it can."""
+        return ""
+
+    def cost(self, sketch: AnySketch, size: Size) -> Cost:
+        """FLOPs of a step, what is spread over several steps by its share."""
+        return sketch.cost(size)
+
+    def forget(self) -> None:
+        """Drops what was remembered, as after gradients of a dry run."""
+        return None
+
+    def anew(self) -> Self:
+        """One for another layer."""
+        twin = copy(self)
+        twin.forget()
+        return twin
+
+
+@dataclass
+class Fresh(Planner):
+    """New atoms in each step, from a share of the rows of G.
+
+    ``rows``: the share (a float in (0, 1]) or the number (an int) of rows, evenly spaced.
+    """
+
+    rows: float | int = 1.0
+
+    def __post_init__(self) -> None:
+        check_share("rows", self.rows)
+
+    def atoms(self, sketch: Sketch, vjp: Vjp) -> Atoms:
+        return seen_now(floored(sketch.lasting_atoms(some_rows(vjp, self.rows))), vjp.G)
+
+    def refusal(self, sketch: Sketch) -> str:
+        return cannot_last(sketch)
+
+    def cost(self, sketch: AnySketch, size: Size) -> Cost:
+        return _spread(sketch, size, 1, self.rows)
+
+
+@dataclass
+class _Known:
+    """Atoms, the shape of gradients that they are for, and how often they were used."""
+
+    atoms: Atoms
+    made_for: tuple[Any, ...]
+    uses: int = 0
+
+
+@dataclass
+class Every(Planner):
+    """New atoms every so many ``steps``, and the same ones in between; ``rows`` as in ``Fresh``.
+
+    >>> Every(50)
+    Every(steps=50, rows=1.0)
+    """
+
+    steps: int
+    rows: float | int = 1.0
+    _known: dict[Sketch, _Known] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        check_steps("steps", self.steps)
+        check_share("rows", self.rows)
+
+    def atoms(self, sketch: Sketch, vjp: Vjp) -> Atoms:
+        G = vjp.G
+        now = (G.shape[:-2], G.shape[-1], G.dtype, G.device)
+        known = self._known.get(sketch)
+        if known is None or known.made_for != now or known.uses >= self.steps:
+            atoms = floored(sketch.lasting_atoms(some_rows(vjp, self.rows)))
+            known = self._known[sketch] = _Known(atoms, now)
+        known.uses += 1
+        return seen_now(known.atoms, G)
+
+    def forget(self) -> None:
+        self._known = {}
+
+    def refusal(self, sketch: Sketch) -> str:
+        return cannot_last(sketch)
+
+    def cost(self, sketch: AnySketch, size: Size) -> Cost:
+        return _spread(sketch, size, self.steps, self.rows)
+
+
+@dataclass
+class RunningNorms(Planner):
+    """For ``ForwardRows``: p ∝ ‖x_b‖ times a running mean of ‖g‖ at the row's place in its sample.
+
+    ``decay``: what the mean keeps of its past in each step. A floor under the mean keeps the
+    draw unbiased whatever changes.
+    """
+
+    decay: float = 0.9
+    _norms: Tensor | None = field(init=False, repr=False, compare=False, default=None)
+
+    def refusal(self, sketch: Sketch) -> str:
+        if isinstance(sketch, ForwardRows):
+            return ""
+        return f"RunningNorms serves rows drawn in forward, ForwardRows(0.1), not {sketch!r}"
+
+    def atoms(self, sketch: Sketch, vjp: Vjp) -> Atoms:
+        assert isinstance(sketch, ForwardRows)
+        atoms = sketch.atoms(vjp)
+        norms = self._norms
+        samples = vjp.rows
+        if norms is None or norms.shape[-1] != samples.tokens or norms.device != vjp.G.device:
+            return atoms
+        mean = norms.mean(-1, keepdim=True)
+        level = torch.where(mean > 0, norms / mean, 1.0) * (1 - STALE_FLOOR) + STALE_FLOOR
+        roots = (samples.by_sample(sketch.roots(vjp)) * level).flatten(-2)
+        return replace(atoms, probabilities=water_fill(roots, atoms.rank))
+
+    def forget(self) -> None:
+        self._norms = None
+
+    def saw(self, vjp: Vjp) -> None:
+        """Updates the mean; a gradient that is not finite is not remembered."""
+        samples = vjp.rows
+        rows = torch.linalg.vector_norm(vjp.G, dim=-1, dtype=solve_dtype(vjp.G))
+        norms = samples.by_sample(rows).reshape(-1, samples.tokens).mean(0)
+        norms = torch.where(norms.isfinite(), norms, 0.0)
+        past = self._norms
+        if past is not None and past.shape == norms.shape and past.device == norms.device:
+            norms = self.decay * past + (1 - self.decay) * norms
+        self._norms = norms
+
+
+def floored(atoms: Atoms) -> Atoms:
+    """The same atoms with a floor under p; what a non-finite G made becomes uniform.
+
+    They outlive a step: one step that is not finite must not poison those after it.
+    """
+    p = atoms.probabilities
+    level = atoms.rank / p.shape[-1]
+    p = torch.where(p.isfinite(), p, level)
+    return replace(atoms, probabilities=p * (1 - STALE_FLOOR) + STALE_FLOOR * level)
+
+
+def seen_now(atoms: Atoms, G: Tensor) -> Atoms:
+    """The same atoms, NaN where the present G is not finite: what is dropped is not looked at."""
+    unseen = (0 * column_sums(G)).sum(-1, keepdim=True)
+    return replace(atoms, probabilities=atoms.probabilities + unseen)
+
+
+def cannot_last(sketch: Sketch) -> str:
+    """Why the atoms of ``sketch`` cannot serve another gradient; empty if they can."""
+    if type(sketch).lasting_atoms is not Sketch.lasting_atoms:
+        return ""
+    return (
+        f"{sketch!r} draws from the rows of one gradient: its atoms cannot come from an earlier "
+        "one or from a part of it; use a sketch of columns or directions, for example L1(0.1)"
+    )
+
+
+def some_rows(vjp: Vjp, rows: float | int) -> Vjp:
+    """The same with a share of the rows of G, as a view."""
+    return vjp._replace(G=vjp.G[..., :: _stride(vjp.G.shape[-2], rows), :])
+
+
+def _stride(B: int, rows: float | int) -> int:
+    wanted = rows if isinstance(rows, int) else rows * B
+    return max(1, int(B // max(1, wanted)))
+
+
+def _spread(sketch: AnySketch, size: Size, steps: int, rows: float | int) -> Cost:
+    """The cost with atoms from some of the rows, spread over ``steps``."""
+    whole = sketch.cost(size, lasting=True)
+    if not size.sides:
+        return whole
+    looked_at = -(-size.B // _stride(size.B, rows))
+    part = sketch.cost(size._replace(B=looked_at), lasting=True)
+    return whole._replace(
+        scoring=part.scoring / steps,
+        scoring_products=part.scoring_products / steps,
+        drawing=whole.drawing + size.B * size.n,
+    )
