@@ -11,9 +11,13 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from sketchprop.cli.show import show as show_tables
+from sketchprop.core.table import Column, Table, words
 
 from . import imports, layers, models, peak
 from .page import write_page
@@ -58,7 +62,7 @@ def main() -> None:
         names = [n for n in models.MODELS if args.only.lower() in n.lower()]
         rows = models.memory(names, args.budgets[0], args.seconds, args.threads)
         extras = {"rows": rows}
-        _show_memory(rows)
+        _show_rows("Allocator settings, each in a fresh process, in turns", rows, MEMORY)
     if lines:
         show(title, lines, extras)
     allocator = "default" if args.command in ("import", "peak") else args.allocator
@@ -70,30 +74,20 @@ def main() -> None:
         print(f"picture: {picture}")  # noqa: T201
 
 
-def _show_memory(rows: list[dict[str, object]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Allocator settings, each in a fresh process: exact and L1 steps in turns")
-    for column in ("model", "allocator", "exact ms", "L1 ms", "ratio", "page faults", "peak MB"):
-        table.add_column(column, justify="left" if column in ("model", "allocator") else "right")
-    for row in rows:
-        figures = [f"{row[k]:.4g}" for k in ("exact_ms", "sketched_ms", "ratio")]
-        counts = [f"{row[k]:,.0f}" for k in ("page_faults", "peak_mb")]
-        table.add_row(str(row["model"]), str(row["allocator"]), *figures, *counts)
-    Console(width=None if Console().is_terminal else 120).print(table)
+MEMORY = (
+    *(words("model"), words("allocator"), Column("exact_ms", ".4g"), Column("sketched_ms", ".4g")),
+    *(Column("ratio", ".4g"), Column("page_faults", ",.0f"), Column("peak_mb", ",.0f")),
+)
 
 
-def _show_rows(title: str, rows: list[dict[str, object]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column == "case" else "right")
-    for row in rows:
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(width=None if Console().is_terminal else 120).print(table)
+def _show_rows(
+    title: str, rows: list[dict[str, object]], columns: Sequence[Column] | None = None
+) -> None:
+    """A row for each dict; by default its first entry is text and the others are numbers."""
+    first, *others = rows[0]
+    chosen = tuple(columns or (words(first), *(Column(name, ".4g") for name in others)))
+    values = [[row[column.title] for column in chosen] for row in rows]
+    show_tables("", [Table(title, chosen, values)])
 
 
 def _shape(text: str) -> tuple[int, int, int]:

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from sketchprop.cli.show import say
+from sketchprop.cli.show import show as show_tables
+from sketchprop.core.table import Column, Table, words
 
 from .timing import Ratio, machine
 
@@ -29,31 +30,23 @@ class Line:
 
 
 def show(title: str, lines: Sequence[Line], extras: dict[str, object] | None = None) -> None:
-    table = Table(title=title)
-    table.add_column("case", no_wrap=True)
-    table.add_column("method", no_wrap=True)
-    for name in ("kept", "ratio", "quartiles", "floor", "target", "ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    last = None
-    for line in lines:
-        if last not in (None, line.case):
-            table.add_section()
-        missed = line.target is not None and line.ratio.median > line.target
-        table.add_row(
-            line.case if line.case != last else "",
-            line.method,
-            f"{line.budget:g}",
-            f"[bold red]{line.ratio.median:.3f}[/]" if missed else f"{line.ratio.median:.3f}",
-            f"{line.ratio.low:.3f} - {line.ratio.high:.3f}",
-            "" if line.floor is None else f"{line.floor:.3f}",
-            "" if line.target is None else f"{line.target:.2f}",
-            f"{line.ratio.milliseconds:.3g}",
+    columns = (
+        *(words("case"), words("method"), Column("kept", "g"), Column("ratio", ".3f")),
+        *(Column("from", ".3f"), Column("to", ".3f"), Column("floor", ".3f")),
+        *(Column("target", ".2f"), words(""), Column("ms", ".3g")),
+    )
+    rows = [
+        (
+            *(line.case, line.method, line.budget, line.ratio.median),
+            *(line.ratio.low, line.ratio.high, line.floor, line.target),
+            "missed" if line.target is not None and line.ratio.median > line.target else "",
+            line.ratio.milliseconds,
         )
-        last = line.case
-    console = Console(width=None if Console().is_terminal else 120)
-    console.print(table)
+        for line in lines
+    ]
+    show_tables("", [Table(title, columns, rows, "Medians with their quartiles.")])
     for name, value in (extras or {}).items():
-        console.print(f"{name}: {value}")
+        say(f"{name}: {value}")
 
 
 def save(

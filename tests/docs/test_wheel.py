@@ -104,7 +104,8 @@ def first_example() -> str:
 def test_the_wheel_holds_the_package_and_nothing_else(installed):
     names = set(zipfile.ZipFile(installed.wheel).namelist())
     assert "sketchprop/py.typed" in names
-    sources = {str(p.relative_to(ROOT / "src")) for p in (ROOT / "src").rglob("*.py")}
+    files = (p for kind in ("*.py", "*.jinja") for p in (ROOT / "src").rglob(kind))
+    sources = {str(p.relative_to(ROOT / "src")) for p in files}
     assert sources <= names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"sketchprop"}
 

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormat
 from typing import Any, NamedTuple
 
 from .._version import __version__
-from . import commands
+from .commands import run_bench, run_check, run_measure, run_plan, run_report
 from .specs import MODELS, sketch_names
 
 ABOUT = """\
@@ -110,46 +110,22 @@ class Command(NamedTuple):
     options: str
 
 
-COMMANDS = {
-    "check": Command(
-        commands.run_check,
-        "is it unbiased?",
-        CHECK,
-        CHECK_EXAMPLES,
-        "sketches --planner --model --data --batch-size --draws --verbose",
-    ),
-    "measure": Command(
-        commands.run_measure,
-        "does it pay?",
-        MEASURE,
-        MEASURE_EXAMPLES,
-        "--model=mlp --data --batch-size --sketch --planner --steps --batches --draws "
-        "--learning-rate --no-split --rounds=7 --overhead --minutes --location --budgets --plot",
-    ),
-    "plan": Command(
-        commands.run_plan,
-        "which layers are worth it?",
-        PLAN,
-        PLAN_EXAMPLES,
-        "--model=mlp --data --batch-size --sketch --rounds=15 --plot",
-    ),
-    "bench": Command(
-        commands.run_bench,
-        "how fast is one layer?",
-        BENCH,
-        BENCH_EXAMPLES,
-        "shapes --sketch --rounds=15 --device --plot",
-    ),
-    "report": Command(
-        commands.run_report,
-        "all of it as one HTML page",
-        REPORT,
-        REPORT_EXAMPLES,
-        "--model=mlp --data --batch-size --sketch --planner --output --title --steps --batches "
-        "--draws --learning-rate --no-split --rounds=7 --overhead --minutes",
-    ),
-}
-COMMON = "--json --threads --seed --traceback"
+_MODEL = "--model=mlp --data --batch-size --sketch"
+_TRIED = f"{_MODEL} --planner"
+_EFFORT = "--steps --batches --draws --learning-rate --no-split --rounds=7 --overhead --minutes"
+_CHECK_OPTIONS = "sketches --planner --model --data --batch-size --draws --verbose"
+_MEASURE_OPTIONS = f"{_TRIED} {_EFFORT} --location --budgets --plot"
+_PLAN_OPTIONS = f"{_MODEL} --rounds=15 --plot"
+_BENCH_OPTIONS = "shapes --sketch --rounds=15 --device --plot"
+_REPORT_OPTIONS = f"{_TRIED} --output --title {_EFFORT}"
+
+COMMANDS = (
+    Command(run_check, "is it unbiased?", CHECK, CHECK_EXAMPLES, _CHECK_OPTIONS),
+    Command(run_measure, "does it pay?", MEASURE, MEASURE_EXAMPLES, _MEASURE_OPTIONS),
+    Command(run_plan, "which layers are worth it?", PLAN, PLAN_EXAMPLES, _PLAN_OPTIONS),
+    Command(run_bench, "how fast is one layer?", BENCH, BENCH_EXAMPLES, _BENCH_OPTIONS),
+    Command(run_report, "all of it as one HTML page", REPORT, REPORT_EXAMPLES, _REPORT_OPTIONS),
+)
 
 
 def parser() -> ArgumentParser:
@@ -163,15 +139,15 @@ def parser() -> ArgumentParser:
     top.add_argument("--version", action="version", version=f"sketchprop {__version__}")
     subparsers = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
     options = _options()
-    for name, command in COMMANDS.items():
+    for command in COMMANDS:
         p = subparsers.add_parser(
-            name,
+            command.run.__name__.removeprefix("run_"),
             help=command.short,
             description=command.about,
             epilog=command.examples,
             formatter_class=RawDescriptionHelpFormatter,
         )
-        for given in f"{command.options} {COMMON}".split():
+        for given in f"{command.options} --json --threads --seed --traceback".split():
             option, _, default = given.partition("=")
             chosen = {"default": default} if default else {}
             p.add_argument(option, **{**options[option], **chosen})
@@ -181,86 +157,64 @@ def parser() -> ArgumentParser:
 
 def _options() -> dict[str, dict[str, Any]]:
     """Every option once, as ``add_argument`` takes it."""
-    example = "'L1(0.1)' (the default)"
+    built_in = ", ".join(sketch_names())
+    several = {"nargs": "+", "metavar": "SKETCH"}
+    on = {"action": "store_true"}
+    by_name = "or PATTERN=SKETCH, several times, for layers by name"
+    nothing_timed = "0, where a verdict can do without: by FLOPs"
+    factory = f"{', '.join(MODELS)}, or module:factory of yours"
     return {
-        "sketches": {
-            "nargs": "+",
-            "metavar": "SKETCH",
-            "help": f"a sketch with its budget; built in: {', '.join(sketch_names())}; or "
-            "module:Class(…)",
-        },
-        "shapes": {
-            "nargs": "+",
-            "type": _shape,
-            "metavar": "BxDxN",
-            "help": "rows x inputs x outputs",
-        },
-        "--model": {"help": f"{', '.join(MODELS)}, or module:factory of yours (%(default)s)"},
-        "--data": {
-            "choices": ["random", "mnist"],
-            "default": "random",
-            "help": "for built-in models; mnist is looked for in $SKETCHPROP_DATA (%(default)s)",
-        },
-        "--batch-size": _number(_positive, 128, "of built-in models' batches"),
-        "--sketch": {
-            "dest": "sketches",
-            "nargs": "+",
-            "default": ["L1(0.1)"],
-            "metavar": "SKETCH",
-            "help": f"for example {example}; or PATTERN=SKETCH, several times, for layers by name",
-        },
-        "--planner": {
-            "help": "who makes the atoms: Every(50), Fresh(rows=0.1), or module:Class(…)"
-        },
-        "--steps": {
-            **_number(_natural, [0], "train exactly for N steps first"),
-            "nargs": "+",
-            "metavar": "N",
-        },
-        "--batches": _number(_positive, 8, "how many different ones to measure on"),
-        "--draws": {"type": _positive, "help": "Monte Carlo draws, for each batch"},
-        "--learning-rate": _number(float, 0.1, "of --steps"),
-        "--no-split": {"action": "store_true", "help": "only the total V: much cheaper"},
-        "--rounds": {
-            "type": _natural,
-            "help": "pairs to time (%(default)s); 0, where a verdict can do without: by FLOPs",
-        },
-        "--overhead": {
-            **_number(float, 0.0, "of a step outside forward and backward (optimizer, data)"),
-            "metavar": "MS",
-        },
-        "--minutes": {"type": float, "help": "about how long measuring may take"},
-        "--location": {
-            "action": "store_true",
-            "help": "compare the first layer, the last, and all, at each of --steps",
-        },
-        "--budgets": {
-            **_number(float, [0.05, 0.1, 0.2, 0.5], "kept fractions for --location"),
-            "nargs": "+",
-        },
-        "--device": {"default": "cpu", "help": "where (%(default)s)"},
-        "--plot": {"metavar": "FILE", "help": "a picture: .png, .pdf or .svg"},
-        "--output": {
-            "default": "sketchprop-report.html",
-            "metavar": "FILE",
-            "help": "where the page goes (%(default)s)",
-        },
-        "--title": {"help": "the page's heading (the model's name)"},
-        "--verbose": {"action": "store_true", "help": "show what is unbiased too"},
-        "--json": {
-            "nargs": "?",
-            "const": "-",
-            "metavar": "FILE",
-            "help": "the whole report as JSON, to FILE, or instead of the tables",
-        },
-        "--threads": {"type": _positive, "help": "limit torch to this many threads"},
-        "--seed": _number(_natural, 0, "of models, data and draws"),
-        "--traceback": {"action": "store_true", "help": "show where an error comes from"},
+        "sketches": _text(f"with a budget; built in: {built_in}; or module:Class(…)", **several),
+        "shapes": _text("rows x inputs x outputs", nargs="+", type=_shape, metavar="BxDxN"),
+        "--model": _text(f"{factory} (default: %(default)s)"),
+        "--data": _value(
+            "random",
+            "for built-in models; mnist is looked for in $SKETCHPROP_DATA",
+            choices=["random", "mnist"],
+        ),
+        "--batch-size": _value(128, "of built-in models' batches", type=_positive),
+        "--sketch": _value(["L1(0.1)"], f"which; {by_name}", dest="sketches", **several),
+        "--planner": _text("who makes the atoms: Every(50), Fresh(rows=0.1), or module:Class(…)"),
+        "--steps": _value([0], "train exactly for N first", type=_natural, nargs="+", metavar="N"),
+        "--batches": _value(8, "how many different ones to measure on", type=_positive),
+        "--draws": _text("Monte Carlo draws, for each batch", type=_positive),
+        "--learning-rate": _value(0.1, "of --steps", type=float),
+        "--no-split": _text("only the total V: much cheaper", **on),
+        "--rounds": _text(f"pairs to time (default: %(default)s); {nothing_timed}", type=_natural),
+        "--overhead": _value(
+            0.0,
+            "milliseconds of a step outside forward and backward (optimizer, data)",
+            type=float,
+            metavar="MS",
+        ),
+        "--minutes": _text("about how long measuring may take", type=float),
+        "--location": _text("compare the first layer, the last, and all, at each of --steps", **on),
+        "--budgets": _value(
+            [0.05, 0.1, 0.2, 0.5], "kept fractions for --location", type=float, nargs="+"
+        ),
+        "--device": _value("cpu", "where"),
+        "--plot": _text("a picture: .png, .pdf or .svg", metavar="FILE"),
+        "--output": _value("sketchprop-report.html", "where the page goes", metavar="FILE"),
+        "--title": _text("the page's heading (the model's name)"),
+        "--verbose": _text("show what is unbiased too", **on),
+        "--json": _text(
+            "the whole report as JSON, to FILE, or instead of the tables",
+            nargs="?",
+            const="-",
+            metavar="FILE",
+        ),
+        "--threads": _text("limit torch to this many threads", type=_positive),
+        "--seed": _value(0, "of models, data and draws", type=_natural),
+        "--traceback": _text("show where an error comes from", **on),
     }
 
 
-def _number(kind: Any, default: Any, text: str) -> dict[str, Any]:
-    return {"type": kind, "default": default, "help": f"{text} (%(default)s)"}
+def _text(text: str, **options: Any) -> dict[str, Any]:
+    return {"help": text, **options}
+
+
+def _value(default: Any, text: str, **options: Any) -> dict[str, Any]:
+    return {"default": default, "help": f"{text} (default: %(default)s)", **options}
 
 
 def _natural(text: str) -> int:
