@@ -107,6 +107,7 @@ def _row(run: Run, found: Findings) -> Row:
         for name, value in asdict(run.cell).items()
     }
     return {
+        "wall_seconds": 0.0,
         **config,
         **found,
         "run": run.identity,
