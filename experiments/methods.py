@@ -18,7 +18,7 @@ BATCH = "batch("
 """Starts the expression of a run that is exact, on a smaller batch."""
 PLACES = ("all", "first", "last")
 """Which layers are sketched; the first is the one next to the data."""
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {"weights=": "by="}
 """Words of stored expressions, which never change, and what the library calls them today."""
 
 
@@ -153,9 +153,11 @@ def make_sketch(expression: str) -> Sketch | None:
     for stored, today in RENAMED.items():
         expression = expression.replace(stored, today)
     try:
-        return parse_sketch(expression)
+        sketch = parse_sketch(expression)
     except UsageError as error:
         raise ExperimentError(f"{expression}: {error}") from error
+    assert isinstance(sketch, Sketch)
+    return sketch
 
 
 def share_of(expression: str, kind: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -11,54 +11,49 @@ from torch import Tensor
 from sketchprop.core import importance
 from sketchprop.core.checks import wide_dtype
 from sketchprop.core.compact import (
-    CompactGradient,
     KeptRows,
     OfRows,
+    RowAtoms,
     TwoSided,
     Whole,
     scaled,
     take_rows,
 )
-from sketchprop.core.samples import Samples
-from sketchprop.core.sampling import draw_uniforms
-from sketchprop.sketches import Rows, Sketch
-from sketchprop.sketches.rows import check_input
+from sketchprop.core.cost import Cost, Size
+from sketchprop.core.sampling import Uniforms, draw_uniforms
+from sketchprop.core.vjp import Vjp
+from sketchprop.sketches import Rows, RowSketch
 
 
 class ShuffledRows(Rows):
     """Rows met in random order by the systematic draw: what the order of rows gives."""
 
-    def draw(self, p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def atoms(self, vjp: Vjp) -> RowAtoms:
+        atoms = super().atoms(vjp)
+        p = atoms.probabilities
         order = torch.randperm(p.shape[-1])
-        index, scale = super().draw(p[order], u)
-        return order[index], scale
+        units = order.unsqueeze(-1) if atoms.units is None else atoms.units[order]
+        return replace(atoms, probabilities=p[..., order], units=units)
 
 
-class _WeightGradientOnly(Sketch):
-    """What the two peers have in common: dW is sampled by ‖g_b‖‖x_b‖, db is exact."""
+@dataclass(frozen=True)
+class _Samples(RowAtoms):
+    """Samples for dX; for dW rows among them, drawn once more."""
 
-    by_rows: ClassVar[bool] = True
-    one_gradient: ClassVar[bool] = False
+    _: KW_ONLY
+    rows_of_samples: Rows
 
-    @property
-    def needs_input(self) -> bool:
-        return True
-
-    def compact(self, G: Tensor, W: Tensor | None, u: Tensor) -> CompactGradient:
-        return self(G, W, u)
-
-    def atom_count(self, B: int, n: int, d: int) -> int:
-        return B
-
-    def product_flops(self, B: int, n: int, d: int) -> float:
-        return 4 * self.rank(B) * n * d
-
-    def scoring_flops(self, B: int, n: int, d: int) -> float:
-        return 2 * B * (n + d)
+    def draw(self, vjp: Vjp, uniforms: Uniforms = draw_uniforms) -> TwoSided:
+        first = super().draw(vjp, uniforms)
+        assert isinstance(first, KeptRows)
+        assert vjp.X is not None
+        kept = Vjp(first.values, vjp.W, take_rows(vjp.X, first.index))
+        inner = self.rows_of_samples(kept, uniforms)
+        return TwoSided(first, OfRows(first.index, inner, first.B), Whole(vjp.G))
 
 
 @dataclass(frozen=True, repr=False)
-class VCAS(_WeightGradientOnly):
+class VCAS(RowSketch):
     """The estimator of VCAS (arXiv 2402.17227), without its control of budgets. Unbiased.
 
     Whole samples are kept by independent coins, p ∝ ‖G_s‖, ``samples`` of them in the mean
@@ -71,42 +66,37 @@ class VCAS(_WeightGradientOnly):
     sampling: str = "independent"
     samples: float | int = 1.0
 
-    def __call__(
-        self,
-        G: Tensor,
-        W: Tensor | None = None,
-        u: Tensor | None = None,
-        *,
-        X: Tensor | None = None,
-        layout: Samples | None = None,
-    ) -> CompactGradient:
-        X = check_input(X, self)
-        by_row = Rows(self.budget, weights="gradient_input", unit="token", sampling=self.sampling)
-        first = self._by_sample(G, W, X=X, layout=layout)
-        assert isinstance(first, KeptRows)
-        inner = by_row(first.values, W, X=take_rows(X, first.index))
-        return TwoSided(first, OfRows(first.index, inner, first.B), Whole(G))
+    sees: ClassVar[str] = "GX"
 
     @property
-    def _by_sample(self) -> Rows:
+    def by_sample(self) -> Rows:
         return Rows(self.samples, unit="sample", sampling=self.sampling)
 
-    def uniform_shape(self, G: Tensor, W: Tensor | None) -> tuple[int, ...]:
-        return (*G.shape[:-2], 2 * G.shape[-2])
+    @property
+    def by_row(self) -> Rows:
+        return Rows(self.budget, by="gradient_input", unit="token", sampling=self.sampling)
 
-    def probabilities(self, G: Tensor, W: Tensor | None = None) -> Tensor:
-        """Of the samples."""
-        return self._by_sample.probabilities(G)
+    def importance(self, vjp: Vjp) -> Tensor:
+        return self.by_sample.importance(vjp)
+
+    def atoms(self, vjp: Vjp) -> _Samples:
+        vjp.input(self)
+        drawn = self.by_sample.atoms(vjp)
+        return _Samples(
+            drawn.probabilities,
+            drawn.rank,
+            drawn.sampling,
+            drawn.units,
+            rows_of_samples=self.by_row,
+        )
 
     def keeps_all(self, B: int, n: int, d: int) -> bool:
-        return super().keeps_all(B, n, d) and self._by_sample.keeps_all(B, n, d)
+        return super().keeps_all(B, n, d) and self.by_sample.keeps_all(B, n, d)
 
-    def flops(
-        self, B: int, n: int, d: int, *, input_grad: bool = True, weight_grad: bool = True
-    ) -> float:
-        total = self._by_sample.flops(B, n, d, input_grad=input_grad, weight_grad=False)
-        r = round(self._by_sample.rank(B))
-        return total + (super().flops(r, n, d, input_grad=False) if weight_grad else 0)
+    def cost(self, size: Size, *, lasting: bool = False) -> Cost:
+        samples = self.by_sample.cost(size._replace(weight_grad=False))
+        kept = size._replace(B=round(self.by_sample.rank(size.B)), input_grad=False)
+        return samples.plus(self.by_row.cost(kept))
 
 
 def vcas(p: float) -> VCAS:
@@ -115,7 +105,7 @@ def vcas(p: float) -> VCAS:
 
 
 @dataclass(frozen=True, repr=False)
-class WTACRS(_WeightGradientOnly):
+class WTACRS(RowSketch):
     """The estimator of WTA-CRS (arXiv 2305.15265): r rows for dW; dX and db are exact.
 
     With q_b = ‖g_b‖‖x_b‖/Σ the c largest are taken as they are, and r - c more are drawn from the
@@ -133,36 +123,58 @@ class WTACRS(_WeightGradientOnly):
     _: KW_ONLY
     paper: bool = False
 
+    sees: ClassVar[str] = "GX"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sampling == "independent":
             raise ValueError("WTACRS always keeps the same number of rows; leave out sampling=")
 
-    def __call__(
-        self,
-        G: Tensor,
-        W: Tensor | None = None,
-        u: Tensor | None = None,
-        *,
-        X: Tensor | None = None,
-        layout: Samples | None = None,
-    ) -> CompactGradient:
-        u = draw_uniforms(G, self.uniform_shape(G, W)) if u is None else u
-        index, scale = self.choose(G, check_input(X, self), u)
-        values = scaled(take_rows(G, index), scale.unsqueeze(-1))
-        return TwoSided(Whole(G), KeptRows(index, values, G.shape[-2]), Whole(G))
+    def importance(self, vjp: Vjp) -> Tensor:
+        return wta_probabilities(vjp.G, vjp.input(self)).square()
 
-    def choose(self, G: Tensor, X: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def atoms(self, vjp: Vjp) -> _Winners:
+        q, order = wta_probabilities(vjp.G, vjp.input(self)).sort(-1, descending=True)
+        return _Winners(q, self.rank(q.shape[-1]), order=order, paper=self.paper)
+
+    def cost(self, size: Size, *, lasting: bool = False) -> Cost:
+        exact = Cost(size._replace(weight_grad=False).exact_flops)
+        if not size.weight_grad:
+            return exact
+        rows = super().cost(size._replace(input_grad=False))
+        return rows.plus(Cost(exact.products, 2 * size.B * size.d))
+
+
+def wta_probabilities(G: Tensor, X: Tensor) -> Tensor:
+    """q_b, of one draw; not the probability to be among the r."""
+    energies = importance.row_energies(G) * importance.row_energies(X)
+    norms = energies.to(wide_dtype(G)).sqrt()
+    total = norms.sum(-1, keepdim=True)
+    return torch.where(total == 0, torch.full_like(norms, 1 / norms.shape[-1]), norms / total)
+
+
+@dataclass(frozen=True)
+class _Winners(RowAtoms):
+    """Rows from the most likely on; ``order``: where each of them is in G."""
+
+    _: KW_ONLY
+    order: Tensor
+    paper: bool = False
+
+    def choose(self, uniforms: Uniforms = draw_uniforms) -> tuple[Tensor, Tensor]:
         """The rows, some perhaps twice, and what each is multiplied with: ``[..., r]``."""
-        r = int(self.rank(G.shape[-2]))
-        q, order = self.probabilities(G, X=X).sort(-1, descending=True)
+        q, r = self.probabilities, int(self.rank)
         sums = q.cumsum(-1)
         taken = torch.cat([torch.zeros_like(sums[..., :1]), sums[..., : r - 1]], -1)  # Q_c
         left = (1 - taken).clamp(min=0)
-        slots = torch.arange(r, device=G.device)
+        slots = torch.arange(r, device=q.device)
         c = (left / (r - slots)).argmin(-1, keepdim=True)
         rest = left.gather(-1, c)
-        points = (1 - rest) + u[..., :r].to(q.dtype) * rest
+        # One draw for each slot, from what is left: q is then the probability of that draw.
+        tail = torch.arange(q.shape[-1], device=q.device) >= c
+        each = torch.where(tail & (rest > 0), q / rest, 0.0).unsqueeze(-2)
+        u = uniforms(each.expand(*q.shape[:-1], r, -1), (*q.shape[:-1], r))
+        points = (1 - rest) + u.to(q.dtype) * rest
         drawn = torch.searchsorted(sums, points.contiguous(), right=True)
         last = (q > 0).sum(-1, keepdim=True).clamp(min=1) - 1
         drawn = torch.minimum(drawn.clamp(max=q.shape[-1] - 1).maximum(c), last)
@@ -171,26 +183,12 @@ class WTACRS(_WeightGradientOnly):
         scale = torch.where(slots < c, 1.0, again)
         if self.paper:
             # Weighted draws without replacement: the largest u^(1/q).
-            without = (u[..., r:].to(q.dtype).log() / q).topk(r, -1).indices
+            coins = uniforms(q, tuple(q.shape))
+            without = (coins.to(q.dtype).log() / q).topk(r, -1).indices
             place = torch.where(c == 0, without, place)
             scale = torch.where(c == 0, 1.0, scale)
-        return order.gather(-1, place), scale + 0 * q.sum(-1, keepdim=True)
+        return self.order.gather(-1, place), scale + 0 * q.sum(-1, keepdim=True)
 
-    def uniform_shape(self, G: Tensor, W: Tensor | None) -> tuple[int, ...]:
-        count = int(self.rank(G.shape[-2])) + (G.shape[-2] if self.paper else 0)
-        return (*G.shape[:-2], count)
-
-    def probabilities(
-        self, G: Tensor, W: Tensor | None = None, *, X: Tensor | None = None
-    ) -> Tensor:
-        """q_b, of one draw; not the probability to be among the r."""
-        energies = importance.row_energies(G) * importance.row_energies(check_input(X, self))
-        norms = energies.to(wide_dtype(G)).sqrt()
-        total = norms.sum(-1, keepdim=True)
-        return torch.where(total == 0, torch.full_like(norms, 1 / norms.shape[-1]), norms / total)
-
-    def flops(
-        self, B: int, n: int, d: int, *, input_grad: bool = True, weight_grad: bool = True
-    ) -> float:
-        exact = 2.0 * B * n * d if input_grad else 0.0
-        return exact + (super().flops(B, n, d, input_grad=False) if weight_grad else 0)
+    def keep(self, vjp: Vjp, index: Tensor, scale: Tensor) -> TwoSided:
+        values = scaled(take_rows(vjp.G, index), scale.unsqueeze(-1))
+        return TwoSided(Whole(vjp.G), KeptRows(index, values, vjp.G.shape[-2]), Whole(vjp.G))

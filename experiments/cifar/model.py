@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
 from sketchprop import data, zoo
+from sketchprop.core.cost import Size
 from sketchprop.layers import select
-from sketchprop.meters.cost.shapes import Product, recorded_uses
+from sketchprop.meters.cost.shapes import recorded_uses
 
 from ..lab.checkpoints import Checkpoint
 from ..lab.pictures import Parts, PictureFeed, split
@@ -107,7 +108,7 @@ def train_run(run: Run, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def layer_shapes(cell: CifarCell) -> dict[str, Product]:
+def layer_shapes(cell: CifarCell) -> dict[str, Size]:
     """Rows, outputs and inputs of each layer that is sketched, by name; nothing is computed."""
     with torch.device("meta"):
         model = model_of(cell)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
@@ -20,9 +20,9 @@ from torch import Tensor
 
 import sketchprop as sp
 from sketchprop import data
-from sketchprop.core.sampling import sample_independent
+from sketchprop.core.sampling import Atoms, draw_uniforms, sample_independent
+from sketchprop.core.vjp import Vjp
 from sketchprop.sketches import Sketch
-from sketchprop.sketches.base import AtomSketch
 
 from ..lab.pictures import Parts, split
 from ..lab.sweep import Run
@@ -49,21 +49,20 @@ def load(train_rows: int, validation_rows: int, test_rows: int, pixels: str) -> 
 class Uniforms:
     """The draws of one layer: each replica's from its own generator, some steps ahead."""
 
-    def __init__(self, shape: tuple[int, ...], purpose: str, seeds: Sequence[int]) -> None:
+    def __init__(self, purpose: str, seeds: Sequence[int]) -> None:
         self._generators = [generator(purpose, seed) for seed in seeds]
-        self._shape = shape
-        count = math.prod(shape)
-        self._ahead = max(1, AHEAD // max(1, count))
-        # Importance may give an atom a p that float32 uniforms never meet; masks of single
-        # elements, the only ones with so many draws, have p = budget.
-        self._dtype = torch.float32 if count >= AHEAD else torch.float64
         self._drawn: Tensor | None = None
         self._used = 0
 
-    def next(self) -> Tensor:
-        if self._drawn is None or self._used == self._ahead:
-            size = (self._ahead, *self._shape)
-            drawn = [torch.rand(size, generator=g, dtype=self._dtype) for g in self._generators]
+    def __call__(self, p: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The next ones: ``[replicas, *shape of one]``."""
+        if self._drawn is None or self._used == len(self._drawn):
+            count = math.prod(shape[1:])
+            size = (max(1, AHEAD // max(1, count)), *shape[1:])
+            # Importance may give an atom a p that float32 uniforms never meet; masks of single
+            # elements, the only ones with so many draws, have p = budget.
+            dtype = torch.float32 if count >= AHEAD else torch.float64
+            drawn = [torch.rand(size, generator=g, dtype=dtype) for g in self._generators]
             self._drawn, self._used = torch.stack(drawn, 1), 0
         self._used += 1
         return self._drawn[self._used - 1]
@@ -85,20 +84,18 @@ class Stack:
         self.uniforms = [self._uniforms(index) for index in range(len(self.weights))]
 
     def _uniforms(self, index: int) -> Uniforms | None:
-        sketch, (R, n, d) = self.sketches[index], self.weights[index].shape
+        sketch, (_, n, d) = self.sketches[index], self.weights[index].shape
         B = self.cell.batch_size
         if sketch.keeps_all(B, n, d):
             return None
-        G, W = torch.empty(R, B, n, device="meta"), torch.empty(R, n, d, device="meta")
-        return Uniforms(sketch.uniform_shape(G, W)[1:], f"draws of layer {index}", self.seeds)
+        return Uniforms(f"draws of layer {index}", self.seeds)
 
     def step(self, x: Tensor, labels: Tensor) -> None:
         """``x: [R, B, 784]``, ``labels: [R, B]``."""
         h = x
         for index, (W, b) in enumerate(zip(self.weights, self.biases, strict=True)):
-            source = self.uniforms[index]
-            u = None if source is None else source.next()
-            h = sp.sketched_linear(h, W, b, self.sketches[index], u=u)
+            source = self.uniforms[index] or draw_uniforms
+            h = sp.sketched_linear(h, W, b, self.sketches[index], uniforms=source)
             h = h if index == len(self.weights) - 1 else h.relu()
         losses = F.cross_entropy(h.flatten(0, 1), labels.flatten(), reduction="none")
         losses = losses.view(labels.shape).mean(-1)
@@ -157,10 +154,10 @@ class SampledStack(Stack):
     def __init__(self, cell: MnistCell, runs: Sequence[Run]) -> None:
         super().__init__(cell, runs)
         self.budget = share_of(cell.sketch, SAMPLED)
-        self.draws = Uniforms((), "draws at the output", self.seeds)
+        self.draws = Uniforms("draws at the output", self.seeds)
 
     def step(self, x: Tensor, labels: Tensor) -> None:
-        u = self.draws.next()
+        u = self.draws(self.rates, (len(self.seeds),))
         replicas = zip(*(w.unbind() for w in (*self.weights, *self.biases)), strict=True)
         losses = torch.stack(
             [
@@ -250,20 +247,28 @@ def _epoch(stack: Stack, part: data.Labelled, orders: dict[int, torch.Generator]
         stack.step(x.view(*index.shape, -1), part.labels[index])
 
 
-class FullLength(AtomSketch):
+class FullLength(Sketch):
     """Independent draws padded with atoms times 0 to the number of all atoms.
 
     The library pads to the longest draw of a stack. What that length is rounds differently in a
     matrix product, so a replica would depend on its neighbours.
     """
 
-    def draw(self, p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def atoms(self, vjp: Vjp) -> Atoms:
+        atoms: Atoms = super().atoms(vjp)  # type: ignore[safe-super]
+        p = atoms.probabilities
         index = torch.arange(p.shape[-1], device=p.device).expand(p.shape)
-        return index, torch.where(sample_independent(p, u), p.reciprocal(), 0.0)
+
+        def choose(uniforms: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+            kept = sample_independent(p, uniforms(p, tuple(p.shape)))
+            return index, torch.where(kept, p.reciprocal(), 0.0)
+
+        object.__setattr__(atoms, "choose", choose)
+        return atoms
 
 
 @lru_cache
-def _full_length(method: type[AtomSketch]) -> type[AtomSketch]:
+def _full_length(method: type[Sketch]) -> type[Sketch]:
     return type(f"FullLength{method.__name__}", (FullLength, method), {})
 
 
@@ -271,7 +276,7 @@ def layer_sketches(cell: MnistCell) -> list[Sketch]:
     """One for each layer; a layer that stays exact keeps all columns, which draws nothing."""
     count = len(cell.widths) - 1
     sketch = make_sketch(cell.sketch)
-    if isinstance(sketch, AtomSketch) and sketch.sampling == "independent":
+    if isinstance(sketch, Sketch) and sketch.sampling == "independent":
         options = {field.name: getattr(sketch, field.name) for field in fields(sketch)}
         sketch = _full_length(type(sketch))(**options)
     keep = sp.ColumnMask(1.0)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sketchprop.sketches.base import AtomSketch
+from sketchprop.core.vjp import Vjp
+from sketchprop.sketches import Sketch
 
 from ..lab import ExperimentError
 from ..lab.layers import captured
@@ -54,17 +55,18 @@ class LayerBias:
         return "expands" if self.n > self.d else "contracts" if self.n < self.d else "square"
 
 
-def expected(sketch: AtomSketch, G: Tensor, W: Tensor, least: float = 0.0) -> Tensor:
+def expected(sketch: Sketch, G: Tensor, W: Tensor, least: float = 0.0) -> Tensor:
     """E[Ĝ] over the draw, counting only atoms with p > ``least``."""
-    plan = sketch.plan(G, W)
-    kept = (plan.probabilities > least).nonzero().flatten()
+    vjp = Vjp(G, W)
+    atoms = sketch.atoms(vjp)
+    kept = (atoms.probabilities > least).nonzero().flatten()
     if len(kept) == 0:
         return torch.zeros_like(G)
-    return sketch.keep(G, plan, kept, plan.probabilities.new_ones(len(kept))).dense()
+    return atoms.keep(vjp, kept, atoms.probabilities.new_ones(len(kept))).dense()
 
 
 def layer_bias(
-    sketch: AtomSketch, G: Tensor, W: Tensor, X: Tensor
+    sketch: Sketch, G: Tensor, W: Tensor, X: Tensor
 ) -> tuple[float, float, float, float]:
     """``error``, ``row``, ``rare`` and ``unseen`` of :class:`LayerBias`."""
     truth = (G.mT @ X).double()
@@ -95,7 +97,7 @@ def measure_bias(
     for name, (G, W, X) in captured(model, batch, layers).items():
         for method, budget in methods:
             sketch = make_sketch(METHODS[method].expression(budget))
-            if not isinstance(sketch, AtomSketch) or sketch.sampling == "independent":
+            if sketch is None or sketch.sampling == "independent":
                 raise ExperimentError(f"{method}: the mean is known for exact-size draws only")
             n, d = W.shape
             values = layer_bias(sketch, G, W, X)

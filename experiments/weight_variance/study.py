@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from sketchprop.core.probabilities import water_fill
+from sketchprop.core.vjp import Vjp
 from sketchprop.sketches import Rows
 
 from ..lab.figures import label_axes, picture
@@ -33,7 +34,7 @@ from ..lab.problem import trajectory
 from ..lab.study import MeasuredStudy
 from ..lab.trainer import generator
 from ..methods import METHODS, make_sketch
-from ..peers import WTACRS
+from ..peers import wta_probabilities
 from ..problems import linear_layers, masked_bytes, small_vit
 from ..variance.study import RATE, VARIANCE
 
@@ -79,7 +80,7 @@ def independent_variance(G: Tensor, X: Tensor, p: Tensor) -> float:
 def replacement_variance(G: Tensor, X: Tensor, r: int) -> float:
     """The same of WTA-CRS with r rows."""
     G, X = G.double(), X.double()
-    q, order = WTACRS(r).probabilities(G, X=X).sort(descending=True)
+    q, order = wta_probabilities(G, X).sort(descending=True)
     sums = torch.cat([q.new_zeros(1), q.cumsum(0)])
     left = (1 - sums[:r]).clamp(min=0)
     c = int((left / (r - torch.arange(r))).argmin())
@@ -101,7 +102,7 @@ def layer_variances(G: Tensor, X: Tensor, budget: float, shuffles: int) -> dict[
     sketch = make_sketch(METHODS["tokens-input"].expression(budget))
     assert isinstance(sketch, Rows)
     r = int(sketch.rank(rows))
-    p = sketch.probabilities(G, X=X)
+    p = sketch.atoms(Vjp(G, X=X)).probabilities
     orders = [
         torch.randperm(rows, generator=generator("order of rows", i)) for i in range(shuffles)
     ]
