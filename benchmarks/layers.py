@@ -14,7 +14,6 @@ from torch import Tensor
 import sketchprop as sp
 from sketchprop.core.stopwatch import Prepared, Work
 from sketchprop.ops import sketched_conv
-from sketchprop.sketches import AmortisedSketch, PlanMemory
 
 from .results import Line
 from .timing import Ratio, interleave
@@ -47,33 +46,36 @@ def _linear_case(shape: Shape, budgets: Sequence[float], seconds: float) -> Iter
     layer = _Linear(B, d, n)
     for budget in budgets:
         sketches: dict[str, sp.Sketch] = {"L1": sp.L1(budget)}
+        planners: dict[str, sp.Planner] = {}
         if budget == 0.1:
             sketches |= {"L2": sp.L2(budget), "Diagonal": sp.Diagonal(budget)}
             sketches |= {"ColumnMask": sp.ColumnMask(budget), "SampleMask": sp.SampleMask(budget)}
-            sketches["L1, score_rows=0.1"] = sp.L1(budget, score_rows=0.1)
-            sketches["L1, refresh_every=10"] = sp.L1(budget, refresh_every=10)
+            planners = {"L1, Fresh(rows=0.1)": sp.Fresh(rows=0.1), "L1, Every(10)": sp.Every(10)}
+            sketches |= dict.fromkeys(planners, sp.L1(budget))
             if min(B, n) <= 1024 and B * n * d >= 2**30:
                 sketches["GradientSVD"] = sp.GradientSVD(budget)
                 sketches["RankConstrained"] = sp.RankConstrained(budget)
                 if n <= 1024:
-                    remembered = sp.GradientSVD(budget, refresh_every=50)
-                    sketches["GradientSVD, refresh_every=50"] = remembered
+                    sketches["GradientSVD, Every(50)"] = sp.GradientSVD(budget)
+                    planners["GradientSVD, Every(50)"] = sp.Every(50)
         work: dict[str, Callable[[], object]] = {
             "exact": layer.exact(),
             "floor": layer.floor(budget),
         }
-        work |= {name: layer.sketched(sketch) for name, sketch in sketches.items()}
+        work |= {name: layer.sketched(s, planners.get(name)) for name, s in sketches.items()}
         work["L1, accumulate"] = layer.sketched(sp.L1(budget), accumulate=True)
         measured = interleave(work, seconds=seconds * len(work) / 3)
         targets = {"L1": {0.1: LINEAR.get(shape), 0.5: HALF.get(shape)}.get(budget)}
         targets["GradientSVD"] = SPECTRAL.get(shape)
-        targets["GradientSVD, refresh_every=50"] = REMEMBERED.get(shape)
+        targets["GradientSVD, Every(50)"] = REMEMBERED.get(shape)
         if budget == 0.1:
             targets["Diagonal"] = 1.1 * measured["L1"].median
         for name in [*sketches, "L1, accumulate"]:
             ratio = measured[name]
             if name in sketches:
-                ratio = layer.with_planning(ratio, sketches[name], measured["exact"])
+                ratio = layer.with_planning(
+                    ratio, sketches[name], planners.get(name), measured["exact"]
+                )
             yield Line(case, name, budget, ratio, measured["floor"].median, targets.get(name))
 
 
@@ -91,13 +93,13 @@ class _Linear:
     def exact(self) -> Work:
         return self._backward(lambda: F.linear(self.x, self.W, self.b), self.W)
 
-    def sketched(self, sketch: sp.Sketch, accumulate: bool = False) -> Work:
-        remembers = isinstance(sketch, AmortisedSketch) and sketch.refresh_every > 1
-        memory = PlanMemory() if remembers else None
+    def sketched(
+        self, sketch: sp.Sketch, planner: sp.Planner | None = None, accumulate: bool = False
+    ) -> Work:
         W = self.W.detach().clone().requires_grad_() if accumulate else self.W
         if accumulate:
             W.grad = torch.zeros_like(W)
-        options = {"memory": memory, "accumulate": accumulate}
+        options = {"planner": planner, "accumulate": accumulate}
         return self._backward(lambda: sp.sketched_linear(self.x, W, self.b, sketch, **options), W)
 
     def floor(self, budget: float) -> Callable[[], object]:
@@ -107,16 +109,18 @@ class _Linear:
         W, X = self.W.detach()[:r].contiguous(), self.x.detach()
         return lambda: (values @ W, values.mT @ X)
 
-    def with_planning(self, ratio: Ratio, sketch: sp.Sketch, exact: Ratio) -> Ratio:
-        """A median does not see the rare steps that make a plan: their share is added."""
-        if not isinstance(sketch, AmortisedSketch) or sketch.refresh_every == 1:
+    def with_planning(
+        self, ratio: Ratio, sketch: sp.Sketch, planner: sp.Planner | None, exact: Ratio
+    ) -> Ratio:
+        """A median does not see the rare steps that make new atoms: their share is added."""
+        if not isinstance(planner, sp.Every):
             return ratio
         seconds = []
         for _ in range(3):
             start = time.perf_counter()
-            sketch.plan(self.G, self.W.detach())
+            sketch.lasting_atoms(sp.Vjp(self.G, self.W.detach()))
             seconds.append(time.perf_counter() - start)
-        extra = 1e3 * statistics.median(seconds) / sketch.refresh_every
+        extra = 1e3 * statistics.median(seconds) / planner.steps
         share = extra / exact.milliseconds
         return Ratio(
             ratio.median + share, ratio.low + share, ratio.high + share, ratio.milliseconds + extra

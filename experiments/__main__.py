@@ -8,14 +8,17 @@ from collections.abc import Sequence
 
 from sketchprop.data import DataError
 
-from . import rcs_study
-from .cifar_study import STUDIES
-from .command import add_options, run_study
-from .methods import ExperimentError
-from .mnist_study import MNIST, figures_named
-from .rows_commands import add_commands
+from .cifar.study import STUDIES
+from .finetune.study import FINETUNE
+from .lab import ExperimentError
+from .mnist.study import MNIST
+from .pay.study import PAY
+from .rcs.study import RCS
+from .rows_mnist.study import ROWS_MNIST
+from .variance.study import VARIANCE
+from .weight_variance.study import WEIGHT_VARIANCE
 
-FIGURE_NAMES = ("1a", "1b", "2a", "2b", "location", "all")
+COMMANDS = (MNIST, RCS, ROWS_MNIST, VARIANCE, WEIGHT_VARIANCE, PAY, FINETUNE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,31 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _mnist(options: argparse.Namespace) -> int:
-    names = figures_named(options.figure, options.no_clip)
-    return run_study(MNIST, options, names, extras=options.figure == "all")
-
-
-def _cifar(options: argparse.Namespace) -> int:
-    study = STUDIES[options.model]
-    return run_study(study, options, list(study.figures), extras=options.figure == "all")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="EXPERIMENT")
-    mnist = commands.add_parser("mnist", help="the paper's MLP study on MNIST")
-    add_options(mnist, MNIST.name, FIGURE_NAMES)
-    mnist.add_argument("--no-clip", action="store_true", help="figure 2b without gradient clipping")
-    mnist.set_defaults(run=_mnist)
-    cifar = commands.add_parser("cifar", help="the paper's BagNet-17 and transformer on CIFAR-10")
+    for study in COMMANDS:
+        command = commands.add_parser(study.name, help=study.help)
+        study.add_options(command)
+        command.set_defaults(run=study.run)
+    cifar = commands.add_parser("cifar", help=STUDIES["vit"].help)
     cifar.add_argument("--model", required=True, choices=sorted(STUDIES), help="what is trained")
-    add_options(cifar, "cifar-MODEL", ("cifar", "all"))
-    cifar.set_defaults(run=_cifar)
-    rcs = commands.add_parser("rcs", help="is the bias of dW why RCS does not dominate?")
-    add_options(rcs, "rcs", ("rcs", "all"))
-    rcs.set_defaults(run=rcs_study.run)
-    add_commands(commands)
+    STUDIES["vit"].add_options(cifar)
+    cifar.set_defaults(run=lambda options: STUDIES[options.model].run(options))
     return parser
 
 

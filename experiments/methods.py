@@ -1,4 +1,4 @@
-"""The methods that are compared: one line each. A new series of a figure is one more line here."""
+"""All methods that are compared, one line each: series of figures and ways to make a gradient."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from dataclasses import dataclass
 from sketchprop.cli.specs import UsageError, parse_sketch
 from sketchprop.sketches import Sketch
 
+from .lab import ExperimentError
+
 BUDGET = "{p}"
 EXACT = "exact"
 SAMPLED = "sampled_backward("
-"""What the expression of a run begins with whose samples are drawn outside of the layers."""
+"""Starts the expression of a run whose samples are drawn outside of the layers."""
+BATCH = "batch("
+"""Starts the expression of a run that is exact, on a smaller batch."""
 PLACES = ("all", "first", "last")
 """Which layers are sketched; the first is the one next to the data."""
-
-
-class ExperimentError(RuntimeError):
-    """An experiment cannot be run as it was asked for; the message says what to do."""
+RENAMED: dict[str, str] = {}
+"""Words of stored expressions, which never change, and what the library calls them today."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A series: what is run, how it looks, and in which figures it stands."""
+    """What is run, how it looks, and the figures that show it."""
 
     name: str
     label: str
     sketch: str
     """A sketch as the command line takes it, ``{p}`` for the budget; empty for exact training."""
-    colour: str
-    figures: tuple[str, ...]
+    colour: str = ""
+    figures: tuple[str, ...] = ()
     """``location`` stands for its panel: ``location-masks`` and so on."""
     line: str = "-"
     places: tuple[str, ...] = ("all",)
@@ -39,158 +41,100 @@ class Method:
     """Not in the paper: what a method has to beat."""
 
     def expression(self, budget: float) -> str:
-        """The sketch at a budget, as text: part of a run's identity."""
-        return self.sketch.replace(BUDGET, f"{budget:g}")
+        """The sketch at a budget, as text: part of a run's identity.
+
+        >>> METHODS["l1"].expression(0.1), METHODS["l1"].expression(1.0)
+        ('L1(0.1, exact_bias=False)', 'L1(1.0, exact_bias=False)')
+        """
+        share = isinstance(budget, float) and budget.is_integer()
+        return self.sketch.replace(BUDGET, f"{budget:.1f}" if share else f"{budget:g}")
 
     def layers(self, place: str) -> str:
         return self.sketched if place == "all" and self.sketched else place
 
 
 COLOURS = {
-    "element": (156, 39, 176),
-    "sample": (0, 188, 212),
-    "uniform": (120, 144, 156),
-    "l1": (230, 81, 0),
-    "l2": (0, 150, 136),
-    "var": (255, 193, 7),
-    "ds": (27, 94, 32),
-    "gsv": (63, 81, 181),
-    "rcs": (233, 30, 99),
-    "control columns": (93, 64, 55),
-    "control samples": (33, 33, 33),
-    "rows": (121, 85, 201),
-    "sampled": (255, 87, 34),
+    "element": (156, 39, 176), "sample": (0, 188, 212), "uniform": (120, 144, 156),
+    "l1": (230, 81, 0), "l2": (0, 150, 136), "var": (255, 193, 7), "ds": (27, 94, 32),
+    "gsv": (63, 81, 181), "rcs": (233, 30, 99), "control columns": (93, 64, 55),
+    "control samples": (33, 33, 33), "rows": (121, 85, 201), "sampled": (255, 87, 34),
     "baseline": (0, 0, 0),
-}
+}  # fmt: skip
 """The paper's colours (RGB), and more for what it lacks."""
 
+
+def colour(name: str) -> tuple[float, ...]:
+    return tuple(channel / 255 for channel in COLOURS[name])
+
+
 _FL = ("all", "first", "last")
-_CORR, _MASKS, _PROXY, _SVD = "1a", "1b", "2a", "2b"
-_LM, _LC, _LS = "location-masks", "location-coordinate", "location-spectral"
-_CIFAR, _RCS = "cifar", "rcs"
-_EVERY = (_CORR, _MASKS, _PROXY, _SVD, _LM, _LC, _LS, _CIFAR)
+_A, _B, _P, _S = "1a", "1b", "2a", "2b"
+_LM, _LC, _LS, _C, _R = "location-masks", "location-coordinate", "location-spectral", "cifar", "rcs"
+_EVERY = (_A, _B, _P, _S, _LM, _LC, _LS, _C)
 _IND = 'sampling="independent", exact_bias=False'
 _PAPER = "paper=True, exact_bias=False"
+_GX = 'weights="gradient_input"'
 
 # The paper's formulas are taken literally (paper=True), and the bias gradient from Ĝ as there.
 # Its figures 1a and 1b show `diag_optimal_sec_mom` under the legend RCS and `optimal_sec_mom`
 # under DS; the legends here follow what is run.
 _METHODS = (
-    Method(
-        "l1",
-        "ℓ1",
-        "L1({p}, exact_bias=False)",
-        "l1",
-        (_CORR, _PROXY, _SVD, _LC, _CIFAR, _RCS),
-        places=_FL,
-    ),
-    Method("l1-independent", "ℓ1, independent", f"L1({{p}}, {_IND})", "l1", (_CORR,), "--"),
-    Method(
-        "ds",
-        "DS",
-        f"Diagonal({{p}}, {_PAPER})",
-        "ds",
-        (_CORR, _MASKS, _SVD, _LC, _CIFAR, _RCS),
-        places=_FL,
-    ),
-    Method(
-        "ds-independent",
-        "DS, independent",
-        f"Diagonal({{p}}, {_IND}, paper=True)",
-        "ds",
-        (_CORR,),
-        "--",
-    ),
-    Method(
-        "gsv",
-        "G-SV",
-        "GradientSVD({p}, exact_bias=False)",
-        "gsv",
-        (_CORR, _SVD, _LS, _CIFAR, _RCS),
-        places=_FL,
-    ),
-    Method(
-        "gsv-independent", "G-SV, independent", f"GradientSVD({{p}}, {_IND})", "gsv", (_CORR,), "--"
-    ),
-    Method(
-        "rcs",
-        "RCS",
-        f"RankConstrained({{p}}, {_PAPER})",
-        "rcs",
-        (_CORR, _MASKS, _SVD, _LS, _CIFAR, _RCS),
-        places=_FL,
-    ),
+    Method("l1", "ℓ1", "L1({p}, exact_bias=False)", "l1", (_A, _P, _S, _LC, _C, _R), places=_FL),
+    Method("l1-independent", "ℓ1, independent", f"L1({{p}}, {_IND})", "l1", (_A,), "--"),
+    Method("ds", "DS", f"Diagonal({{p}}, {_PAPER})", "ds", (_A, _B, _S, _LC, _C, _R), places=_FL),
+    Method("ds-independent", "DS, independent", f"Diagonal({{p}}, {_IND}, paper=True)", "ds",
+           (_A,), "--"),
+    Method("gsv", "G-SV", "GradientSVD({p}, exact_bias=False)", "gsv", (_A, _S, _LS, _C, _R),
+           places=_FL),
+    Method("gsv-independent", "G-SV, independent", f"GradientSVD({{p}}, {_IND})", "gsv", (_A,),
+           "--"),
+    Method("rcs", "RCS", f"RankConstrained({{p}}, {_PAPER})", "rcs", (_A, _B, _S, _LS, _C, _R),
+           places=_FL),
     # Not in the paper: no direction of G is invisible, so dW is unbiased in every layer.
-    Method(
-        "rcs-corrected",
-        "RCS, corrected",
-        "RankConstrained({p}, exact_bias=False)",
-        "rcs",
-        (_RCS,),
-        "-.",
-    ),
-    Method(
-        "rcs-independent",
-        "RCS, independent",
-        f"RankConstrained({{p}}, {_IND}, paper=True)",
-        "rcs",
-        (_CORR,),
-        "--",
-    ),
-    Method(
-        "element",
-        "per element",
-        f"ElementMask({{p}}, {_IND})",
-        "element",
-        (_MASKS, _LM, _CIFAR),
-        places=_FL,
-    ),
-    Method(
-        "sample",
-        "per sample",
-        f"SampleMask({{p}}, {_IND})",
-        "sample",
-        (_MASKS, _LM, _CIFAR),
-        places=_FL,
-    ),
-    Method("column", "per column", f"ColumnMask({{p}}, {_IND})", "uniform", (_MASKS,)),
-    Method("l1-root", "√ℓ1", "L1({p}, root=True, exact_bias=False)", "l1", (_PROXY,), "--"),
-    Method("l2", "ℓ2", "L2({p}, exact_bias=False)", "l2", (_PROXY,)),
-    Method("l2-root", "√ℓ2", "L2({p}, root=True, exact_bias=False)", "l2", (_PROXY,), "--"),
-    Method("var", "Var", f"Variance({{p}}, {_PAPER})", "var", (_PROXY,)),
-    Method("var-root", "√Var", f"Variance({{p}}, root=True, {_PAPER})", "var", (_PROXY,), "--"),
-    Method(
-        "gsv-root", "√G-SV", "GradientSVD({p}, root=True, exact_bias=False)", "gsv", (_SVD,), "--"
-    ),
-    Method(
-        "control-columns",
-        "control: uniform columns",
-        "ColumnMask({p}, exact_bias=False)",
-        "control columns",
-        _EVERY,
-        ":",
-        _FL,
-        control=True,
-    ),
+    Method("rcs-corrected", "RCS, corrected", "RankConstrained({p}, exact_bias=False)", "rcs",
+           (_R,), "-."),
+    Method("rcs-independent", "RCS, independent", f"RankConstrained({{p}}, {_IND}, paper=True)",
+           "rcs", (_A,), "--"),
+    Method("element", "per element", f"ElementMask({{p}}, {_IND})", "element", (_B, _LM, _C),
+           places=_FL),
+    Method("sample", "per sample", f"SampleMask({{p}}, {_IND})", "sample", (_B, _LM, _C),
+           places=_FL),
+    Method("column", "per column", f"ColumnMask({{p}}, {_IND})", "uniform", (_B,)),
+    Method("l1-root", "√ℓ1", "L1({p}, root=True, exact_bias=False)", "l1", (_P,), "--"),
+    Method("l2", "ℓ2", "L2({p}, exact_bias=False)", "l2", (_P,)),
+    Method("l2-root", "√ℓ2", "L2({p}, root=True, exact_bias=False)", "l2", (_P,), "--"),
+    Method("var", "Var", f"Variance({{p}}, {_PAPER})", "var", (_P,)),
+    Method("var-root", "√Var", f"Variance({{p}}, root=True, {_PAPER})", "var", (_P,), "--"),
+    Method("gsv-root", "√G-SV", "GradientSVD({p}, root=True, exact_bias=False)", "gsv", (_S,),
+           "--"),
+    Method("control-columns", "control: uniform columns", "ColumnMask({p}, exact_bias=False)",
+           "control columns", _EVERY, ":", _FL, control=True),
     # Rows that the last layer drops are zero in every layer below: one mask shared by all.
-    Method(
-        "control-samples",
-        "control: one sample mask",
-        "SampleMask({p}, exact_bias=False)",
-        "control samples",
-        _EVERY,
-        ":",
-        sketched="last",
-        control=True,
-    ),
+    Method("control-samples", "control: one sample mask", "SampleMask({p}, exact_bias=False)",
+           "control samples", _EVERY, ":", sketched="last", control=True),
     # Not in the paper: rows of G by ‖g_b‖; those that the last layer keeps are kept by all.
-    Method(
-        "rows", "rows by importance", "Rows({p}, exact_bias=False)", "rows", (_MASKS, _SVD), "-."
-    ),
+    Method("rows", "rows by importance", "Rows({p}, exact_bias=False)", "rows", (_B, _S), "-."),
     # In no figure of the paper's study: the whole backward on samples drawn at the output.
     Method("sampled", "sampled_backward", f"{SAMPLED}{{p}})", "sampled", (), "-."),
-    Method(EXACT, "baseline", "", "baseline", (*_EVERY, _RCS)),
-)
+    Method(EXACT, "baseline", "", "baseline", (*_EVERY, _R)),
+    # The library's sketches as they are by default, peers and controls.
+    Method("batch", "batch", f"{BATCH}{{p}})", "sample"),
+    Method("default-columns", "uniform columns", "ColumnMask({p})"),
+    Method("default-l1", "ℓ1", "L1({p})", "l1"),
+    Method("default-ds", "DS", "Diagonal({p})"),
+    Method("default-gsv", "G-SV", "GradientSVD({p})"),
+    Method("samples", "samples, each layer", 'Rows({p}, unit="sample")'),
+    Method("samples-one", "samples, one draw", 'Rows({p}, unit="sample")', "rows",
+           sketched="everywhere"),
+    Method("tokens", "tokens ‖g‖", 'Rows({p}, unit="token")', "gsv"),
+    Method("tokens-input", "tokens ‖g‖‖x‖", f"Rows({{p}}, {_GX})"),
+    Method("tokens-independent", "tokens ‖g‖‖x‖, independent",
+           f'Rows({{p}}, {_GX}, sampling="independent")'),
+    Method("tokens-shuffled", "tokens ‖g‖‖x‖, shuffled",
+           f"experiments.peers:ShuffledRows({{p}}, {_GX})"),
+    Method("vcas", "VCAS", "experiments.peers:vcas({p})"),
+    Method("wta", "WTA-CRS", "experiments.peers:WTACRS({p})"),
+)  # fmt: skip
 METHODS = {method.name: method for method in _METHODS}
 
 
@@ -204,9 +148,20 @@ def find_method(name: str) -> Method:
 
 def make_sketch(expression: str) -> Sketch | None:
     """The sketch of a run's layers; ``None`` for exact ones."""
-    if not expression or expression.startswith(SAMPLED):
+    if not expression or expression.startswith((SAMPLED, BATCH)):
         return None
+    for stored, today in RENAMED.items():
+        expression = expression.replace(stored, today)
     try:
         return parse_sketch(expression)
     except UsageError as error:
         raise ExperimentError(f"{expression}: {error}") from error
+
+
+def share_of(expression: str, kind: str) -> float:
+    """The budget of ``sampled_backward`` or of a smaller batch; 0 for any other expression.
+
+    >>> share_of("sampled_backward(0.3)", SAMPLED), share_of("L1(0.3)", SAMPLED)
+    (0.3, 0.0)
+    """
+    return float(expression.removeprefix(kind)[:-1]) if expression.startswith(kind) else 0.0

@@ -1,20 +1,22 @@
-"""Every built-in sketch, once: what the law tests run over.
+"""Every public sketch, once: what the law tests run over.
 
-A new method is listed in ``METHODS``; its variants (``root``, both samplings, ``paper``, a plan
-from a part of G) are read off its fields, and every law is then asked of each of them.
+A new method is listed in ``METHODS``; its variants (``root``, both samplings, ``paper``, planners)
+are read off its fields, and every law is then asked of each of them. Those whose options are
+sketches themselves are written out: ``Rows(then=...)`` and ``Split``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import sketchprop as sp
+from sketchprop.core.sampling import Atoms, Uniforms, draw_uniforms
 from sketchprop.meters.unbiased import Case, cases
 
 METHODS: tuple[type[sp.Sketch], ...] = (
@@ -28,7 +30,13 @@ METHODS: tuple[type[sp.Sketch], ...] = (
     sp.GradientSVD,
     sp.RankConstrained,
     sp.Rows,
+    sp.ForwardRows,
 )
+CHOICES: dict[type[sp.Sketch], dict[str, tuple[Any, ...]]] = {
+    sp.Rows: {"by": ("gradient", "gradient_input", "uniform")},
+    sp.ForwardRows: {"by": ("input", "uniform")},
+}
+PLANNERS: tuple[sp.Planner, ...] = (sp.Fresh(rows=0.5), sp.Every(4), sp.Every(4, rows=0.5))
 
 BUDGETS: tuple[float | int, ...] = (0.1, 0.3, 0.5, 1, 1.0)
 GRADIENTS = ("dX", "dW", "db")
@@ -36,21 +44,63 @@ GRADIENTS = ("dX", "dW", "db")
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with all of its options but the budget."""
+    """A method with all of its options but the budget, and who makes its atoms."""
 
-    method: type[sp.Sketch]
-    options: tuple[tuple[str, Any], ...]
+    name: str
+    make: Callable[[float | int], Any]
+    planner: sp.Planner | None = None
 
     def __call__(self, budget: float | int) -> Any:
-        return self.method(budget, **dict(self.options))
+        return self.make(budget)
 
     def __str__(self) -> str:
-        marks = [v if isinstance(v, str) else k for k, v in self.options if v is not False]
-        return "-".join([self.method.__name__, *marks])
+        return self.name
+
+    @property
+    def example(self) -> Any:
+        return self.make(2)
+
+    @property
+    def method(self) -> type:
+        return type(self.example)
 
     @property
     def sampling(self) -> str:
-        return dict(self.options)["sampling"]
+        sides = self.example.sides if self.is_pair else [self.example]
+        samplings = {side.sampling for side in sides}
+        return samplings.pop() if len(samplings) == 1 else "mixed"
+
+    @property
+    def is_pair(self) -> bool:
+        return isinstance(self.example, sp.Split)
+
+    @property
+    def is_nested(self) -> bool:
+        return getattr(self.example, "then", None) is not None
+
+    def new_planner(self) -> sp.Planner | None:
+        return None if self.planner is None else self.planner.anew()
+
+    def atoms(self, sketch: Any, vjp: sp.Vjp) -> Atoms:
+        """From a planner that has served another gradient before: what it remembers is stale."""
+        planner = self.new_planner()
+        if planner is None:
+            return sketch.atoms(vjp)
+        planner.atoms(sketch, vjp._replace(G=vjp.G.roll(1, -1).flip(-2)))
+        return planner.atoms(sketch, vjp)
+
+    def draw(
+        self, sketch: Any, vjp: sp.Vjp, uniforms: Uniforms = draw_uniforms
+    ) -> sp.CompactGradient:
+        if self.planner is None:
+            return sketch(vjp, uniforms)
+        return self.atoms(sketch, vjp).draw(vjp, uniforms)
+
+    def gradients(
+        self, sketch: Any, G: Tensor, W: Tensor, X: Tensor, uniforms: Uniforms = draw_uniforms
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dX, dW and db of one draw."""
+        return products(self.draw(sketch, sp.Vjp(G, W, X), uniforms), W, X)
 
 
 def _variants(*, paper: bool) -> Iterator[Variant]:
@@ -58,30 +108,97 @@ def _variants(*, paper: bool) -> Iterator[Variant]:
         names = {field.name for field in fields(method)}
         if paper and "paper" not in names:
             continue
-        choices = {"sampling": ("exact", "independent")}
+        choices = {"sampling": ("fixed", "independent"), **CHOICES.get(method, {})}
         if "root" in names:
             choices["root"] = (False, True)
         if paper:
             choices["paper"] = (True,)
         for values in product(*choices.values()):
-            yield Variant(method, tuple(zip(choices, values, strict=True)))
-        if "refresh_every" in names and not paper:
-            partial = (("sampling", "exact"), ("score_rows", 0.5), ("refresh_every", 4))
-            yield Variant(method, partial)
+            yield _variant(method, dict(zip(choices, values, strict=True)))
+        if not paper and not sp.Every(4).refusal(method(2)):
+            for planner in PLANNERS:
+                yield _variant(method, {"sampling": "fixed"}, planner)
 
 
-SKETCHES = tuple(_variants(paper=False))
+def _variant(
+    method: type[sp.Sketch], options: dict[str, Any], planner: sp.Planner | None = None
+) -> Variant:
+    marks = [v if isinstance(v, str) else k for k, v in options.items() if v is not False]
+    marks += [] if planner is None else [repr(planner)]
+    name = "-".join([method.__name__, *marks])
+    return Variant(name, lambda budget: method(budget, **options), planner)
+
+
+NESTED = (
+    Variant("Rows-then-L1", lambda b: sp.Rows(b, then=sp.L1(b))),
+    Variant("Rows-then-Diagonal", lambda b: sp.Rows(b, then=sp.Diagonal(b))),
+    Variant(
+        "Rows-coins-then-L2",
+        lambda b: sp.Rows(b, sampling="independent", by="uniform", then=sp.L2(b)),
+    ),
+    Variant(
+        "Rows-gradient_input-then-coins",
+        lambda b: sp.Rows(b, by="gradient_input", then=sp.L1(b, sampling="independent")),
+    ),
+)
+"""A sketch of a sketch: the second draw sees what the first has kept."""
+
+SAMPLES = (Variant("Rows-sample", lambda b: sp.Rows(b, unit="sample")),)
+
+PAIRS = (
+    Variant("L1|ForwardRows", lambda b: sp.Split(input=sp.L1(b), weight=sp.ForwardRows(b))),
+    Variant(
+        "Rows|ForwardRows-uniform",
+        lambda b: sp.Split(input=sp.Rows(b), weight=sp.ForwardRows(b, by="uniform")),
+    ),
+    Variant(
+        "L1|Rows-gradient_input",
+        lambda b: sp.Split(input=sp.L1(b), weight=sp.Rows(b, by="gradient_input")),
+    ),
+    Variant(
+        "Diagonal|L2-independent",
+        lambda b: sp.Split(input=sp.Diagonal(b), weight=sp.L2(b, sampling="independent")),
+    ),
+    Variant("exact|Rows", lambda b: sp.Split(input=None, weight=sp.Rows(b))),
+    Variant("GradientSVD|exact", lambda b: sp.Split(input=sp.GradientSVD(b), weight=None)),
+    Variant("exact|ForwardRows", lambda b: sp.Split(input=None, weight=sp.ForwardRows(b))),
+)
+"""One sketch for dX, another for dW."""
+
+SKETCHES = (*_variants(paper=False), *SAMPLES, *NESTED, *PAIRS)
 """All unbiased variants of all methods."""
 
 PAPER = tuple(_variants(paper=True))
 """The literal formulas of the paper that are biased."""
 
-EXACT = tuple(v for v in SKETCHES if v.sampling == "exact")
-INDEPENDENT = tuple(v for v in SKETCHES if v.sampling == "independent")
-ATOMS = tuple(v for v in SKETCHES if v.method is not sp.ElementMask)
-"""Those whose estimate is a Ĝ (an element mask has none)."""
+SINGLE = tuple(v for v in SKETCHES if not v.is_pair)
+FIXED = tuple(v for v in SKETCHES if v.sampling == "fixed" and v.name != NESTED[3].name)
+INDEPENDENT = tuple(v for v in SINGLE if v.sampling == "independent" and not v.is_nested)
+ATOMS = tuple(v for v in SINGLE if v.method not in (sp.ElementMask, sp.ForwardRows))
+"""Those whose estimate is a Ĝ: an element mask has none, rows of X have none for dX."""
+GATED = tuple(v for v in ATOMS if v.planner is None and "X" not in v.example.sees)
 
 CASES: dict[str, Case] = {case.name: case for case in cases()}
+
+
+def fixed(u: float | Tensor) -> Uniforms:
+    """The same uniforms for every draw."""
+    return lambda p, shape: torch.as_tensor(u, dtype=torch.float64).expand(shape)
+
+
+def by_shape(seed: int = 0) -> Uniforms:
+    """Uniforms that depend on their shape alone: two passes over the same draws make them alike."""
+
+    def uniforms(p: Tensor, shape: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.rand(shape, dtype=torch.float64, generator=generator)
+
+    return uniforms
+
+
+def of_member(uniforms: Uniforms, stack: tuple[int, ...], member: tuple[int, ...]) -> Uniforms:
+    """What one layer of a stack gets of the uniforms of all."""
+    return lambda p, shape: uniforms(p, (*stack, *shape))[member]
 
 
 def exact_gradients(G: Tensor, W: Tensor, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,29 +224,26 @@ def layer(
     )
 
 
-def enumerate_outcomes(sketch: sp.Sketch, G: Tensor, W: Tensor) -> Iterator[tuple[float, Tensor]]:
-    """Every outcome of an independent draw: its probability and uniforms that lead to it."""
-    shape = sketch.uniform_shape(G, W)
-    p = sketch.probabilities(G, W).double().expand(shape).flatten()
+def all_coins(variant: Variant, sketch: sp.Sketch, vjp: sp.Vjp) -> Iterator[tuple[float, Any]]:
+    """Every outcome of an independent draw, toss by toss: nothing of ``core.enumeration``."""
+    p = variant.atoms(sketch, vjp).probabilities
     for kept in product((False, True), repeat=p.numel()):
-        coins = torch.tensor(kept)
+        coins = torch.tensor(kept).view(p.shape)
         chance = float(torch.where(coins, p, 1 - p).prod())
         if chance > 0:
-            yield chance, torch.where(coins, p / 2, (1 + p) / 2).view(shape)
+            u = torch.where(coins, p / 2, (1 + p) / 2)
+            yield chance, variant.draw(sketch, vjp, fixed(u))
 
 
 def expectation(
     sketch: sp.Sketch, G: Tensor, W: Tensor, f: Callable[[sp.CompactGradient], Tensor]
 ) -> Tensor:
-    """E[f(Ĝ)] for any f: over the pieces of the one uniform, or over all outcomes of the coins."""
-    if sketch.sampling == "independent":
-        parts = [chance * f(sketch(G, W, u)) for chance, u in enumerate_outcomes(sketch, G, W)]
-        return torch.stack(parts).sum(0)
-    sums = sketch.probabilities(G, W).double().cumsum(0)
-    points = torch.cat([sums - sums.floor(), torch.tensor([0.0, 1.0])]).sort().values
-    pieces = [(low, high) for low, high in pairwise(points) if high > low]
-    parts = [(high - low) * f(sketch(G, W, (low + high) / 2)) for low, high in pieces]
-    return torch.stack(parts).sum(0)
+    """E[f(Ĝ)] for any f, over all combinations of the coins."""
+
+    def run(uniforms: Uniforms) -> tuple[Tensor, ...]:
+        return (f(sketch(sp.Vjp(G, W), uniforms)),)
+
+    return sp.expectation(run, together=False)[0]
 
 
 def random_feasible(n: int, rank: float, generator: torch.Generator | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sketchprop import optimal_probabilities, sample_exact, sample_independent
+from sketchprop import optimal_probabilities, sample_fixed, sample_independent
 from sketchprop.reference import correlated_exact_r_sample
 
 LAST = math.nextafter(1, 0)
@@ -34,7 +34,7 @@ def test_any_weights(values, u, dtype, data):
     w = torch.tensor(values, dtype=dtype)
     rank = data.draw(st.integers(1, len(values)))
     p = optimal_probabilities(w, rank)
-    assert_proper(sample_exact(p, torch.tensor(u, dtype=torch.float64), rank), p, rank)
+    assert_proper(sample_fixed(p, torch.tensor(u, dtype=torch.float64), rank), p, rank)
 
 
 # What rounding is cruel to: a hair below 1, a hair above 0, exact ones and zeros in between.
@@ -52,7 +52,7 @@ def test_adversarial_probabilities(values, u, dtype):
     rank = round(float(p.double().sum()))
     if rank == 0:
         p, rank = torch.cat([p, torch.ones(1, dtype=dtype)]), 1
-    assert_proper(sample_exact(p, torch.tensor(u, dtype=torch.float64), rank), p, rank)
+    assert_proper(sample_fixed(p, torch.tensor(u, dtype=torch.float64), rank), p, rank)
 
 
 @given(
@@ -68,7 +68,7 @@ def test_sums_that_miss_the_rank_by_rounding(values, miss, u, dtype, data):
     p = optimal_probabilities(w.square(), rank)
     eps = torch.finfo(dtype).eps
     p = (p * (1 + 4 * miss * eps)).clamp(max=1)
-    assert_proper(sample_exact(p, torch.tensor(u, dtype=torch.float64), rank), p, rank)
+    assert_proper(sample_fixed(p, torch.tensor(u, dtype=torch.float64), rank), p, rank)
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(2, 20), uniforms, dtypes)
@@ -78,7 +78,7 @@ def test_many_sure_atoms_among_others(before, after, others, u, dtype):
     middle = torch.full((others,), 1 / others, dtype=dtype)
     p = torch.cat([zeros, ones[0], middle, ones[1], zeros])
     rank = before + after + 1
-    assert_proper(sample_exact(p, torch.tensor(u, dtype=torch.float64), rank), p, rank)
+    assert_proper(sample_fixed(p, torch.tensor(u, dtype=torch.float64), rank), p, rank)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -89,7 +89,7 @@ def test_large_sets(n, fraction, dtype):
     for w in (torch.rand(n), torch.rand(n) ** 40, torch.ones(n), torch.randn(n).exp() ** 4):
         p = optimal_probabilities(w.to(dtype), rank)
         for u in (0.0, LAST, 0.123):
-            assert_proper(sample_exact(p, torch.tensor(u, dtype=torch.float64), rank), p, rank)
+            assert_proper(sample_fixed(p, torch.tensor(u, dtype=torch.float64), rank), p, rank)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -98,7 +98,7 @@ def test_all_but_one_of_a_hundred_thousand(dtype):
     p = torch.full((n,), (n - 1) / n, dtype=dtype)
     left_out = set()
     for u in torch.linspace(0, LAST, 20, dtype=torch.float64):
-        index = sample_exact(p, u, n - 1)
+        index = sample_fixed(p, u, n - 1)
         assert_proper(index, p, n - 1)
         left_out |= set(range(n)) - set(index.tolist())
     assert len(left_out) > 15  # p < 1: no atom is sure, each is left out in its turn
@@ -109,7 +109,7 @@ def test_fewer_positive_weights_than_the_rank(dtype):
     w = torch.tensor([0.0, 2.0, 0.0, 0.0, 1e-20, 0.0], dtype=dtype)
     p = optimal_probabilities(w, 4)
     for u in (0.0, 0.3, 0.7, LAST):
-        index = sample_exact(p, torch.tensor(u, dtype=torch.float64), 4)
+        index = sample_fixed(p, torch.tensor(u, dtype=torch.float64), 4)
         assert {1, 4} <= set(index.tolist())
         assert len(set(index.tolist())) == 4
 
@@ -117,7 +117,7 @@ def test_fewer_positive_weights_than_the_rank(dtype):
 def test_rank_of_all_atoms():
     for shape in [(5,), (3, 5)]:
         p = torch.ones(shape)
-        index = sample_exact(p, torch.rand(shape[:-1]), 5)
+        index = sample_fixed(p, torch.rand(shape[:-1]), 5)
         assert torch.equal(index, torch.arange(5).expand(shape))
 
 
@@ -129,7 +129,7 @@ def inclusion_frequencies(p, rank):
     points = sorted({Fraction(0), Fraction(1), *(s % 1 for s in sums)})
     kept = [Fraction(0)] * len(p)
     for low, high in pairwise(points):
-        for i in sample_exact(p, torch.tensor(float((low + high) / 2)).double(), rank).tolist():
+        for i in sample_fixed(p, torch.tensor(float((low + high) / 2)).double(), rank).tolist():
             kept[i] += high - low
     return torch.tensor([float(k) for k in kept], dtype=torch.float64)
 
@@ -155,7 +155,7 @@ def test_agrees_with_the_papers_algorithm(values, u, data):
     distance = (p.cumsum(0) - u).frac().abs()
     if torch.minimum(distance, 1 - distance).min() < 1e-9:
         return  # on a breakpoint the two may round differently
-    index = sample_exact(p, torch.tensor(u, dtype=torch.float64), rank)
+    index = sample_fixed(p, torch.tensor(u, dtype=torch.float64), rank)
     assert index.tolist() == correlated_exact_r_sample(p, rank, u)
 
 
@@ -163,34 +163,34 @@ def test_agrees_with_the_papers_algorithm(values, u, data):
 def test_uniforms_and_probabilities_broadcast(dtype):
     p = optimal_probabilities(torch.rand(3, 9, dtype=dtype), 4)
     u = torch.rand(3, dtype=torch.float64)
-    index = sample_exact(p, u, 4)
+    index = sample_fixed(p, u, 4)
     assert index.shape == (3, 4)
     for i in range(3):
-        assert torch.equal(index[i], sample_exact(p[i], u[i], 4))
+        assert torch.equal(index[i], sample_fixed(p[i], u[i], 4))
     many = torch.rand(50, dtype=torch.float64)
-    index = sample_exact(p[0], many, 4)  # one set of probabilities, many draws
+    index = sample_fixed(p[0], many, 4)  # one set of probabilities, many draws
     assert index.shape == (50, 4)
     for i in range(50):
-        assert torch.equal(index[i], sample_exact(p[0], many[i], 4))
-    index = sample_exact(p, u[0], 4)  # one draw for several sets
+        assert torch.equal(index[i], sample_fixed(p[0], many[i], 4))
+    index = sample_fixed(p, u[0], 4)  # one draw for several sets
     for i in range(3):
-        assert torch.equal(index[i], sample_exact(p[i], u[0], 4))
+        assert torch.equal(index[i], sample_fixed(p[i], u[0], 4))
     grid = torch.rand(5, 3, dtype=torch.float64)
-    index = sample_exact(p, grid, 4)
+    index = sample_fixed(p, grid, 4)
     assert index.shape == (5, 3, 4)
-    assert torch.equal(index[4, 2], sample_exact(p[2], grid[4, 2], 4))
+    assert torch.equal(index[4, 2], sample_fixed(p[2], grid[4, 2], 4))
 
 
 def test_float32_uniforms_work_too():
     p = optimal_probabilities(torch.rand(50, dtype=torch.float64), 10)
     for u in (torch.tensor(0.0), torch.tensor(1 - 2**-24), torch.rand(())):
-        assert_proper(sample_exact(p, u, 10), p, 10)
+        assert_proper(sample_fixed(p, u, 10), p, 10)
 
 
 @pytest.mark.parametrize("rank", [1, 3])
 def test_nan_probabilities_never_index_out_of_range(rank):
     for p in (torch.full((5,), math.nan), torch.tensor([0.0, math.nan, 0.0, 0.0, 0.0])):
-        index = sample_exact(p, torch.tensor(0.5), rank)
+        index = sample_fixed(p, torch.tensor(0.5), rank)
         assert index.shape == (rank,)
         assert ((index >= 0) & (index < 5)).all()
 
@@ -218,13 +218,13 @@ def test_compiles_without_a_graph_break(shape):
     @torch.compile(fullgraph=True, backend="aot_eager")
     def draw(w, u):
         p = optimal_probabilities(w, 9)
-        return p, sample_exact(p, u, 9), sample_independent(p, u.unsqueeze(-1))
+        return p, sample_fixed(p, u, 9), sample_independent(p, u.unsqueeze(-1))
 
     w, u = torch.rand(shape), torch.rand(shape[:-1], dtype=torch.float64)
     p, index, mask = draw(w, u)
     expected = optimal_probabilities(w, 9)
     torch.testing.assert_close(p, expected)
-    assert torch.equal(index, sample_exact(expected, u, 9))
+    assert torch.equal(index, sample_fixed(expected, u, 9))
     assert torch.equal(mask, sample_independent(expected, u.unsqueeze(-1)))
 
 
@@ -232,5 +232,5 @@ def test_no_host_synchronisation():
     # On the meta device nothing has a value: any look at one raises.
     w, u = torch.rand(64, device="meta"), torch.rand((), device="meta")
     p = optimal_probabilities(w, 9)
-    assert sample_exact(p, u, 9).shape == (9,)
+    assert sample_fixed(p, u, 9).shape == (9,)
     assert sample_independent(p, torch.rand(64, device="meta")).shape == (64,)

@@ -10,24 +10,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from experiment_helpers import changed
 from test_experiments_training import pictures
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
-from experiments import bias, cifar, cifar_study, rcs_study
 from experiments.__main__ import main
-from experiments.cifar_study import BAGNET, STUDIES, VIT, CifarProtocol
-from experiments.methods import METHODS, ExperimentError, make_sketch
-from experiments.rcs_study import RCS
-from experiments.selection import SeedResult, Summary
-from experiments.store import DATABASE, TABLE, read_rows
-from experiments.sweep import Point, Run, planned_runs
+from experiments.cifar import model as cifar
+from experiments.cifar import study as cifar_study
+from experiments.cifar.study import STUDIES
+from experiments.lab import ExperimentError
+from experiments.lab.layers import captured
+from experiments.lab.selection import PointResult, SeedResult
+from experiments.lab.store import DATABASE, TABLE, read_rows
+from experiments.lab.sweep import Point, Run, planned_runs
+from experiments.methods import METHODS, make_sketch
+from experiments.rcs import bias
+from experiments.rcs import study as rcs_study
+from experiments.rcs.study import RCS
 from sketchprop import data
 from sketchprop.layers import SketchedModule
 from sketchprop.meters import expected_gradients
 
-ROOT = Path(cifar.__file__).parents[1]
+ROOT = Path(cifar.__file__).parents[2]
+VIT, BAGNET = STUDIES["vit"], STUDIES["bagnet17"]
 SMALL = {"vit": "patch=8 dim=16 depth=1 heads=2 hidden=32", "bagnet17": "width=4 blocks=1-1-1-1"}
 SERIES = {"element", "sample", "l1", "ds", "gsv", "rcs", "control-columns", "control-samples"}
 
@@ -38,7 +45,7 @@ def small_data(monkeypatch):
 
 
 def cell_of(model, name="l1", budget=0.25, **changes):
-    protocol = replace(STUDIES[model].defaults, size=SMALL[model], batch_size=16, **changes)
+    protocol = changed(STUDIES[model].protocol, size=SMALL[model], batch_size=16, **changes)
     return protocol.cell(METHODS[name], budget, "all")
 
 
@@ -138,7 +145,7 @@ def test_presets(study):
 @pytest.mark.parametrize("model", STUDIES)
 def test_the_paper_preset_is_the_papers_protocol(model):
     protocol = STUDIES[model].load("paper").protocol
-    assert (protocol.batch_size, protocol.clip, protocol.train_rows) == (128, 0.0, 0)
+    assert (protocol.base.batch_size, protocol.base.clip, protocol.base.train_rows) == (128, 0.0, 0)
     assert protocol.budgets == (0.05, 0.1, 0.2, 0.5)
     assert len(protocol.learning_rates) == 5
     cell = protocol.cell(METHODS["exact"], 1.0, "all")
@@ -171,7 +178,7 @@ def test_identity_is_all_that_decides_the_result():
 
 def test_identity_is_pinned():
     """Stored results stay valid: this changes only together with PROTOCOL_VERSION."""
-    run = Run(CifarProtocol(size="dim=96").cell(METHODS["l1"], 0.1, "all"), 2, 1)
+    run = Run(changed(VIT.protocol, size="dim=96").cell(METHODS["l1"], 0.1, "all"), 2, 1)
     assert run.identity == "d1aa7876191be40c3b68"
 
 
@@ -250,24 +257,23 @@ def test_a_plan_counts_the_seeds_that_wait_for_a_choice(tmp_path, capsys):
 
 
 def test_the_order_says_who_is_above_whom():
-    protocol = CifarProtocol(seeds=tuple(range(5)), budgets=(0.1, 0.5))
+    protocol = changed(VIT.protocol, seeds=tuple(range(5)), budgets=(0.1, 0.5))
 
     def line(name, gains, budgets=(0.1, 0.5)):
         for budget in budgets:
-            seeds = {s: SeedResult(30 + s + g, 0, 0.1, 1, 0, False) for s, g in enumerate(gains)}
-            yield Summary(Point(name, "all", budget, protocol), seeds, (), 5, 0)
+            seeds = {s: SeedResult(30 + s + g, 0, 0, 0.1, 1, 0, False) for s, g in enumerate(gains)}
+            yield PointResult(Point(name, "all", budget, protocol), seeds, (), 5, 0)
 
     found = [*line("exact", [10] * 5, (1.0,)), *line("l1", [0, 0, 0, 0, 0.5])]
     found += [*line("rcs", [2, 2, 1.5, 2, 1.5]), *line("ds", [1, -1, 1, -1, 1])]
-    title, text, table = cifar_study.ranking({"cifar": found}, ())
-    assert title == "## What came out"
-    assert "mean over seeds (5), best first; exact training reaches 42.0" in text
-    assert table.splitlines()[2:] == [
-        "| RCS | 33.8 | 33.8 | 33.8 | -8.2 | DS, ℓ1 |",
-        "| DS | 32.2 | 32.2 | 32.2 | -9.8 |  |",
-        "| ℓ1 | 32.1 | 32.1 | 32.1 | -9.9 |  |",
+    made = cifar_study.ranking(found)
+    assert (made["seeds"], made["exact"]) == (5, 42)
+    assert made["lines"] == [
+        ["RCS", "33.8", "33.8", "33.8", "-8.2", "DS, ℓ1"],
+        ["DS", "32.2", "32.2", "32.2", "-9.8", ""],
+        ["ℓ1", "32.1", "32.1", "32.1", "-9.9", ""],
     ]
-    assert cifar_study.ranking({"cifar": found[1:]}, ()) == []  # nothing to compare with
+    assert cifar_study.ranking(found[1:]) is None  # nothing to compare with
 
 
 TINY = """
@@ -365,7 +371,7 @@ def test_gradients_are_those_of_autograd():
     cell = cell_of("vit", "exact", dropout=0.0)
     model = cifar.model_of(cell)
     x, y = torch.randn(4, 3, 32, 32), torch.tensor([1, 2, 3, 4])
-    found = bias.gradients(model, (x, y), list(cifar.layer_shapes(cell)))
+    found = captured(model, (x, y), list(cifar.layer_shapes(cell)))
     nn.functional.cross_entropy(model(x), y).backward()
     for name, (G, W, X) in found.items():
         weight = model.get_submodule(name).weight

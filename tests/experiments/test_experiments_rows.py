@@ -1,18 +1,32 @@
 """The experiments on rows: closed forms against enumeration, runs that resume, smoke runs."""
 
 import itertools
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import nn
 
-from experiments import loop, mnist, pay, tasks, variance, weight_variance
+from experiments import problems
 from experiments.__main__ import main
-from experiments.mnist_study import MNIST
-from experiments.sweep import Run
+from experiments.lab.checkpoints import Checkpoint
+from experiments.lab.engine import in_rotation, run_sweep
+from experiments.lab.pictures import Parts
+from experiments.lab.problem import Problem, ProblemCell, Track, contest_of, step_ratio, way_of
+from experiments.lab.selection import Results
+from experiments.lab.store import Store
+from experiments.lab.sweep import Point, Protocol, Run
+from experiments.methods import METHODS
+from experiments.mnist import stack as mnist
+from experiments.mnist.study import MNIST
+from experiments.pay.study import PAY, reached
+from experiments.peers import WTACRS
+from experiments.variance import study as variance
+from experiments.weight_variance import study as weight_variance
 from sketchprop import data
 from sketchprop.core.probabilities import water_fill
-from sketchprop.sketches import WTACRS, Rows
+from sketchprop.data import Labelled
+from sketchprop.sketches import Rows
 
 
 @pytest.fixture
@@ -103,7 +117,7 @@ def digits(count=64):
         index = torch.randint(count, (size,), generator=generator)
         return x[index], y[index]
 
-    return loop.Task(
+    return Problem(
         name="halves",
         title="halves",
         model=lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 2)),
@@ -116,49 +130,71 @@ def digits(count=64):
     )
 
 
-WAYS = (pay.EXACT, pay.smaller_batch(0.3), pay.rows(0.3, "sample"), pay.sampled(0.3), pay.l1(0.3))
+HALVES = digits()
+WAYS = (("exact", 1.0), ("batch", 0.3), ("samples-one", 0.3), ("sampled", 0.3), ("default-l1", 0.3))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0])
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(way, tmp_path):
-    task = digits()
-    whole = loop.Trainer(task, way, 0.01, 0, 0.5, 20, 3, None)
-    for point in (1, 2, 3):
+    method, budget = METHODS[way[0]], way[1]
+    call = (0.01, 0, [13, 27, 40], method.expression(budget), method.layers("all"))
+    whole = digits().trainer(*call)
+    for point, _ in enumerate(whole.stretches()):
         torch.manual_seed(point)  # what others draw in between changes nothing
-        whole.run_to(point)
     file = tmp_path / "run.pt"
-    for point in (1, 2, 3):
-        again = loop.Trainer(task, way, 0.01, 0, 0.5, 20, 3, file)
-        again.run_to(point)
-    assert [m.step for m in again.moments] == [13, 27, 40]
-    for a, b in zip(whole.moments, again.moments, strict=True):
-        assert (a.loss, a.test, a.cost) == (b.loss, b.test, b.cost)
+    for _ in range(3):
+        again = digits().trainer(*call)
+        next(again.stretches(Checkpoint(file, 0.0)))
+    assert again.steps == 40
+    for name in ("loss", "test", "validation"):
+        assert again.curves[name] == whole.curves[name]
     for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert a.equal(b)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HalvesCell(ProblemCell):
+    def make(self, folder):
+        return HALVES
+
+
 def test_ways_spend_the_same_cost_and_keep_their_best_rate(tmp_path):
-    contest = loop.Contest(WAYS, (1e-9, 0.03), (0, 1), 60, 4)
-    runs = loop.compete(digits(), contest, tmp_path)
-    assert len(runs) == 3 * len(WAYS)
-    for run in runs:
-        assert run["chosen"] == (run["rate"] == 0.03)
-        assert len(run["moments"]) == 4
-        assert run["steps"] * run["cost"] == pytest.approx(60, abs=1)
-    costs = {run["way"]: run["cost"] for run in runs}
+    cell = HalvesCell(task="halves", length=60, points=4, rates=(0.03, 1e-9))
+    protocol = Protocol(cell, learning_rates=(0, 1), seeds=(0, 1), tuning_seeds=1, widen=0)
+    points = [Point(name, "all", budget, protocol) for name, budget in WAYS]
+    with Store(tmp_path, replace(PAY, protocol=protocol).schema) as store:
+        assert run_sweep(points, store, in_rotation, 1) == 3 * len(WAYS)
+        results = Results(store.rows())
+    contest = contest_of(results, results.of_all(points))
+    assert [way.word for way in contest.ways] == [
+        "exact",
+        "batch-0.53",
+        "sample-0.3",
+        "sampled-0.3",
+        "l1-0.3",
+    ]
+    for track in contest.tracks:
+        assert track.chosen == (track.row["learning_rate"] == 0.03)
+        assert len(track.moments) == 4
+        assert track.row["steps"] * track.row["cost"] == pytest.approx(60, abs=1)
+        assert not track.chosen or 0 < reached(track, 60.0, "cost") <= 60
+    costs = {track.way.word: track.row["cost"] for track in contest.tracks}
     assert costs["exact"] == 1
     assert costs["batch-0.53"] == pytest.approx(11 / 20)
+    assert costs["sampled-0.3"] == step_ratio(HALVES, "sampled_backward(0.3)", "all")
     assert 0.3 < costs["sampled-0.3"] < 0.9
-    assert max(m["test"] for run in runs for m in run["moments"]) > 80
-    assert all(0 < pay.reached(run, 60.0, "cost") <= 60 for run in runs if run["chosen"])
+    assert max(m["test"] for track in contest.tracks for m in track.moments) > 80
+    assert len(contest.table("halves")) == 4 * len(contest.tracks)
 
 
 def test_where_an_accuracy_was_reached():
-    moments = [{"cost": 10.0, "test": 50.0}, {"cost": 20.0, "test": 70.0}]
-    run = {"moments": moments}
-    assert pay.reached(run, 60.0, "cost") == 15.0
-    assert pay.reached(run, 40.0, "cost") == 10.0
-    assert pay.reached(run, 71.0, "cost") == float("inf")
+    row = {"steps": 20, "cost": 1.0, "test_curve": [50.0, 70.0]}
+    row |= {key: [1.0, 1.0] for key in ("seconds_curve", "loss_curve", "validation_curve")}
+    track = Track(way_of(Point("exact", "all", 1.0, PAY.protocol)), row, True)
+    assert reached(track, 60.0, "cost") == 15.0
+    assert reached(track, 40.0, "cost") == 10.0
+    assert reached(track, 71.0, "cost") == float("inf")
+    assert track.step_seconds == 0.1
 
 
 @pytest.mark.parametrize("name", ["l1", "tokens", "tokens-shuffled", "sampled"])
@@ -185,21 +221,15 @@ def test_one_forward_pass_serves_several_draws_whose_mean_is_the_gradient(name):
 def test_a_replica_of_sampled_backward_does_not_depend_on_its_stack(monkeypatch):
     source = torch.Generator().manual_seed(0)
     x, y = torch.rand(96, 784, generator=source), torch.randint(0, 10, (96,), generator=source)
-    split = mnist.Split(x, y)
-    monkeypatch.setattr(mnist, "load", lambda *sizes: mnist.Data(split, split, split))
-    cell = MNIST.load("smoke").extras[0].protocol.cell(mnist_method("sampled"), 0.1, "all")
+    split = Labelled(x, y)
+    monkeypatch.setattr(mnist, "load", lambda *sizes: Parts(split, split, split))
+    cell = MNIST.load("smoke").extras[0].protocol.cell(METHODS["sampled"], 0.1, "all")
     runs = [Run(cell, rate, seed) for rate, seed in ((0, 0), (2, 1), (1, 2))]
     together = mnist.train_stack(runs)
     for run, found in zip(runs, together, strict=True):
         alone = mnist.train_stack([run])[0]
         assert alone["loss_curve"] == found["loss_curve"]
         assert found["ranks"] == [6.0] * (len(cell.widths) - 1)
-
-
-def mnist_method(name):
-    from experiments.methods import METHODS
-
-    return METHODS[name]
 
 
 SMOKE = {
@@ -213,8 +243,8 @@ SMOKE = {
 
 @pytest.mark.usefixtures("real_data")
 def test_the_second_task_starts_from_the_first_with_a_new_head():
-    first = tasks.low_digits(True).model()
-    second = tasks.high_digits(True, first.state_dict())
+    first = problems.low_digits(True).model()
+    second = problems.high_digits(True, first.state_dict())
     model = second.model()
     for name, value in first.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]) != name.startswith("head."), name

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from experiments import mnist
 from experiments.__main__ import main
-from experiments.mnist_study import FIGURES, MNIST
-from experiments.store import DATABASE, TABLE
-from experiments.store import read_rows as read_any
+from experiments.lab.store import DATABASE, TABLE
+from experiments.lab.store import read_rows as read_any
+from experiments.mnist import stack
+from experiments.mnist.study import FIGURES, MNIST
 from sketchprop import data
 from sketchprop.data import digits, files
 
-ROOT = Path(mnist.__file__).parents[1]
+ROOT = Path(stack.__file__).parents[2]
 TINY = """
 figures = []
 [protocol]
@@ -43,9 +43,9 @@ methods = ["exact", "l1", "gsv-independent", "sample"]
 
 @pytest.fixture(autouse=True)
 def fresh_data():
-    mnist.load.cache_clear()
+    stack.load.cache_clear()
     yield
-    mnist.load.cache_clear()
+    stack.load.cache_clear()
 
 
 @pytest.fixture
@@ -263,6 +263,15 @@ def test_damaged_data_is_an_error_and_nothing_counts_as_done(
     assert message in capsys.readouterr().err
     assert stored_count(out) == 0
     assert not (out / TABLE).exists()
+
+
+def test_a_seed_given_twice_is_an_error_before_anything_is_stored(tmp_path, tiny, capsys):
+    """It once trained, and then blamed the database."""
+    Path(tiny).write_text(TINY.replace("seeds = [0, 1]", "seeds = [0, 0]"))
+    assert main(["mnist", "--preset", tiny, "--out", str(tmp_path / "out"), "--workers", "0"]) == 1
+    message = capsys.readouterr().err
+    assert "seeds = [0, 0] has 0 more than once; give each seed once" in message
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_method_is_an_error_before_anything_is_stored(tmp_path, capsys):

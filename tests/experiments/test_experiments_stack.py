@@ -1,18 +1,19 @@
 """The MNIST protocol: replicas of a stack are independent, and each is what plain torch does."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
+from experiment_helpers import changed
 from torch import nn
 
 import sketchprop as sp
-from experiments import mnist
+from experiments.lab.pictures import Parts
+from experiments.lab.sweep import Run
 from experiments.methods import METHODS
-from experiments.mnist_study import MnistProtocol as Protocol
-from experiments.sweep import Run
+from experiments.mnist import stack as mnist
+from experiments.mnist.study import MNIST
 from sketchprop.core.sampling import systematic
+from sketchprop.data import Labelled
 
 WIDTHS = (784, 24, 16, 10)
 
@@ -24,15 +25,16 @@ def small_data(monkeypatch):
 
     def split(count):
         labels = torch.randint(10, (count,), generator=g)
-        return mnist.Split(means[labels] + torch.randn(count, 784, generator=g), labels)
+        return Labelled(means[labels] + torch.randn(count, 784, generator=g), labels)
 
-    found = mnist.Data(split(260), split(90), split(110))
+    found = Parts(split(260), split(90), split(110))
     monkeypatch.setattr(mnist, "load", lambda *rows: found)
     return found
 
 
 def cell_of(name, budget=0.25, place="all", **changes):
-    protocol = replace(Protocol(widths=WIDTHS, epochs=2, batch_size=32), **changes)
+    settings = {"widths": WIDTHS, "epochs": 2, "batch_size": 32, **changes}
+    protocol = changed(MNIST.protocol, **settings)
     return protocol.cell(METHODS[name], budget, place)
 
 
@@ -40,7 +42,9 @@ def without_time(found):
     return [{k: v for k, v in one.items() if k != "wall_seconds"} for one in found]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if method.figures] + ["sampled"]
+)
 def test_a_replica_in_a_stack_gives_the_numbers_of_the_replica_alone(name):
     cell = cell_of(name, budget=0.1, widths=(784, 64, 64, 10), batch_size=64)
     runs = [Run(cell, index, seed) for seed in (3, 5) for index in (0, 2, 4)]

@@ -5,25 +5,26 @@ import os
 import sqlite3
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from experiment_helpers import changed
 
-from experiments import store as stored
-from experiments.engine import Progress, Task, missing_tasks, run_sweep
-from experiments.methods import ExperimentError
-from experiments.mnist_study import MNIST
-from experiments.mnist_study import MnistProtocol as Protocol
-from experiments.store import Store, read_rows, write_file, write_table
-from experiments.sweep import Point
+from experiments.lab import ExperimentError
+from experiments.lab import store as stored
+from experiments.lab.engine import Job, in_rotation, missing_jobs, progress_bar, run_sweep
+from experiments.lab.store import Store, read_rows, write_file, write_table
+from experiments.lab.sweep import Cell, Point, Run
+from experiments.mnist.study import MNIST
 
 SCHEMA = MNIST.schema
 
 
 def row(name, **changes):
-    kinds = dict.fromkeys(SCHEMA.real, 0.25) | dict.fromkeys(SCHEMA.whole, 3)
-    made = {name: kinds.get(name, "text") for name in SCHEMA.columns}
-    made |= {name: [1.5, None] for name in SCHEMA.lists}
+    values = {str: "text", int: 3, float: 0.25, list: [1.5, None]}
+    made = {name: values[kind] for name, kind in SCHEMA.kinds.items()}
     return made | {"run": name} | changes
 
 
@@ -101,12 +102,13 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 def test_two_sweeps_do_not_write_to_one_store(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from experiments.store import Store\n"
-        "from experiments.methods import ExperimentError\n"
-        "from experiments.mnist_study import SCHEMA\n"
-        "try:\n    Store(Path(sys.argv[1]), SCHEMA)\nexcept ExperimentError as e:\n    print(e)"
+        "import sys; from pathlib import Path; from experiments.lab.store import Store\n"
+        "from experiments.lab import ExperimentError\n"
+        "from experiments.mnist.study import MNIST\n"
+        "try:\n    Store(Path(sys.argv[1]), MNIST.schema)\n"
+        "except ExperimentError as e:\n    print(e)"
     )
-    root = Path(stored.__file__).parents[1]
+    root = Path(stored.__file__).parents[2]
     command = [sys.executable, "-c", code, str(tmp_path)]
     with Store(tmp_path, SCHEMA):
         taken = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
@@ -127,17 +129,17 @@ def fake(run, accuracy):
 
 
 def points():
-    protocol = Protocol(learning_rates=(0, 2), seeds=(0, 1, 2), widen=1, stack=4)
+    protocol = changed(MNIST.protocol, learning_rates=(0, 2), seeds=(0, 1, 2), widen=1, stack=4)
     return [Point("l1", "all", budget, protocol) for budget in (0.1, 0.5)]
 
 
 def test_a_sweep_trains_what_is_missing_widens_and_stops(tmp_path):
     seen = []
 
-    def engine(tasks, workers):
-        for task in tasks:
-            seen.append(len(task.runs))
-            yield task, [fake(run, 50.0 - abs(run.rate_index - 2)) for run in task.runs]
+    def engine(jobs, workers):
+        for job in jobs:
+            seen.append(len(job.runs))
+            yield job, [fake(run, 50.0 - abs(run.rate_index - 2)) for run in job.runs]
 
     with Store(tmp_path, SCHEMA) as store:
         assert run_sweep(points(), store, engine, 1) == 18
@@ -146,31 +148,57 @@ def test_a_sweep_trains_what_is_missing_widens_and_stops(tmp_path):
 
 
 def test_an_engine_that_fails_leaves_what_was_done(tmp_path):
-    def engine(tasks, workers):
-        yield tasks[0], [fake(run, 50.0) for run in tasks[0].runs]
+    def engine(jobs, workers):
+        yield jobs[0], [fake(run, 50.0) for run in jobs[0].runs]
         raise RuntimeError("lost")
 
     with Store(tmp_path, SCHEMA) as store:
         with pytest.raises(RuntimeError, match="lost"):
             run_sweep(points(), store, engine, 1)
         assert len(store.rows()) == 4
-        left = [run for task in missing_tasks(points(), store.rows()) for run in task.runs]
+        left = [run for job in missing_jobs(points(), store.rows()) for run in job.runs]
         # of 12; two seeds of the stored stack have equal rates, and so ask for one more
         assert len(left) == 8 + 2
 
 
 def test_longest_stacks_come_first_and_progress_names_the_time_left(capsys):
-    tasks = missing_tasks(points(), [])
-    assert [len(task.runs) for task in tasks] == [4, 4, 2, 2]
-    assert Task(tasks[0].runs).cost > Task(tasks[0].runs[:1]).cost > 0
-    progress = Progress()
-    for share in (0, 1, 2):
-        progress(share, 2, f"{share} runs done")
-    shown = capsys.readouterr().err.splitlines()
-    assert "0%" in shown[0]
-    assert "50%" in shown[1]
-    assert "left" in shown[1]
-    assert "100%" in shown[2]
+    jobs = missing_jobs(points(), [])
+    assert [len(job.runs) for job in jobs] == [4, 4, 2, 2]
+    assert Job(jobs[0].runs).cost > Job(jobs[0].runs[:1]).cost > 0
+    with progress_bar() as report:
+        for share in (0, 1, 2):
+            report(share, 2, f"{share} runs done")
+    shown = capsys.readouterr().err
+    for text in ("100%", "2 runs done", "spent", "left"):
+        assert text in shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns(Cell):
+    """Notes whose turn it is."""
+
+    length: int = 1
+    log: ClassVar[list[int]] = []
+
+    def stretches(self, runs, checkpoints):
+        for _ in range(self.length):
+            self.log.append(self.length)
+            yield
+        return [{"validation_curve": [1.0], "test_curve": [2.0]}]
+
+    def train(self, runs, checkpoints):
+        raise AssertionError("trained at a stretch")
+
+
+def test_in_rotation_all_jobs_advance_together():
+    jobs = [Job((Run(Turns(length=length), 0, 0),)) for length in (4, 2, 3)]
+    ended = [
+        (job.runs[0].cell.length, rows[0]["test_accuracy"]) for job, rows in in_rotation(jobs, 0)
+    ]
+    assert ended == [(2, 2.0), (3, 2.0), (4, 2.0)]
+    turns = Turns.log
+    assert [sorted(turns[i : i + 3]) for i in (0, 3)] == [[2, 3, 4]] * 2
+    assert sorted(turns[6:]) == [3, 4, 4]
 
 
 def test_reading_while_a_sweep_writes(tmp_path):

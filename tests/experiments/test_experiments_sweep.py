@@ -1,16 +1,18 @@
 """Sweeps: what a TOML file asks for, which runs that is, and how claims are decided."""
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from experiment_helpers import changed
 
-from experiments import claims, sweep
-from experiments.methods import COLOURS, METHODS, ExperimentError, Method, make_sketch
-from experiments.mnist_study import FIGURES, MNIST, figures_named
-from experiments.mnist_study import MnistProtocol as Protocol
-from experiments.selection import Results, SeedResult, Summary
-from experiments.sweep import Point, Run, planned_runs
+from experiments.lab import ExperimentError, claims, sweep
+from experiments.lab.selection import PointResult, Results, SeedResult
+from experiments.lab.sweep import Point, Run, planned_runs
+from experiments.methods import COLOURS, METHODS, Method, make_sketch, share_of
+from experiments.mnist.study import CLAIMS, FIGURES, MNIST, figures_named
+
+Protocol = partial(changed, MNIST.protocol)
 
 # The data files behind each of the paper's figures, as its sources name them.
 PAPER = {
@@ -64,18 +66,31 @@ def test_methods_are_the_sketches_of_the_paper():
     for name, method in METHODS.items():
         sketch = make_sketch(method.expression(0.2))
         if sketch is None:
-            assert name in ("exact", "sampled")
+            assert name in ("exact", "sampled", "batch")
             continue
         coins = name.endswith("-independent") or name in ("element", "sample", "column")
-        assert (sketch.sampling == "independent") == coins
+        assert (sketch.sampling == "independent") == (coins or name == "vcas")
         assert getattr(sketch, "root", False) == name.endswith("-root")
-        assert sketch.budget == 0.2
+        assert sketch.budget == (0.5 if name == "vcas" else 0.2)
         assert not sketch.exact_bias or name not in PAPER.values()
-        assert method.colour in COLOURS
+        assert method.colour in COLOURS or not method.figures
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"exact", "sampled", "batch", "vcas"}))
+def test_a_budget_of_one_keeps_all_and_a_whole_number_is_a_rank(name):
+    """1.0 once became the text "1", which is rank 1."""
+    assert make_sketch(METHODS[name].expression(1.0)).rank(64) == 64
+    assert make_sketch(METHODS[name].expression(3)).rank(64) == 3
+    assert METHODS[name].expression(0.05) == METHODS[name].sketch.replace("{p}", "0.05")
+
+
+def test_a_share_is_read_from_an_expression():
+    assert share_of(METHODS["sampled"].expression(1.0), "sampled_backward(") == 1.0
+    assert share_of(METHODS["l1"].expression(0.3), "sampled_backward(") == 0.0
 
 
 @pytest.mark.parametrize(
-    "preset", sorted(p.stem for p in sweep.PRESETS.joinpath("mnist").glob("*.toml"))
+    "preset", sorted(p.stem for p in MNIST.folder.joinpath("presets").glob("*.toml"))
 )
 def test_presets_make_every_figure(preset):
     made = MNIST.load(preset)
@@ -87,7 +102,8 @@ def test_presets_make_every_figure(preset):
 
 def test_the_paper_preset_is_the_papers_protocol():
     protocol = MNIST.load("paper").protocol
-    assert (protocol.epochs, protocol.clip, protocol.widths) == (50, 1.0, (784, 64, 64, 10))
+    base = protocol.base
+    assert (base.epochs, base.clip, base.widths) == (50, 1.0, (784, 64, 64, 10))
     cell = protocol.cell(METHODS["exact"], 1.0, "all")
     rates = [Run(cell, i, 0).learning_rate for i in protocol.learning_rates]
     assert rates == pytest.approx([10 ** (-0.25 * i) for i in range(13)])
@@ -116,7 +132,7 @@ def test_identity_is_all_that_decides_the_result():
     cell = protocol.cell(METHODS["l1"], 0.1, "all")
     assert cell.identity == protocol.cell(METHODS["l1"], 0.1, "all").identity
     others = [
-        replace(protocol, **change).cell(METHODS["l1"], 0.1, "all")
+        changed(protocol, **change).cell(METHODS["l1"], 0.1, "all")
         for change in (
             {"epochs": 7}, {"batch_size": 64}, {"clip": 0.0}, {"widths": (784, 64, 64, 64, 10)},
             {"train_rows": 99}, {"validation_rows": 1}, {"test_rows": 5}, {"pixels": "normalised"},
@@ -129,7 +145,7 @@ def test_identity_is_all_that_decides_the_result():
     runs = {Run(cell, i, s).identity for i in (0, 1) for s in (0, 1)}
     assert len(runs) == 4
     # What only decides which runs there are is no part of it.
-    same = replace(protocol, seeds=(9,), stack=3, widen=0, budgets=(0.1,)).cell(
+    same = changed(protocol, seeds=(9,), stack=3, widen=0, budgets=(0.1,)).cell(
         METHODS["l1"], 0.1, "all"
     )
     assert same.identity == cell.identity
@@ -151,6 +167,8 @@ def test_identity_is_pinned():
         ("[protocol]\nseeds = 3", "seeds = 3 must be a list"),
         ("[protocol]\npixels = 'grey'", "pixels = 'grey'; use unit or normalised"),
         ("[protocol]\nseeds = []", "seeds is empty"),
+        ("[protocol]\nseeds = [0, 1, 0]", r"seeds = \[0, 1, 0\] has 0 more than once; give each"),
+        ("[protocol]\nsketch = 'L1(0.1)'", "sketch is unknown"),
         ("[protocol]\nbudgets = [1.5]", r"budget=1.5 is not a kept fraction"),
         ("[protocol]\nstack = 0", "must be at least 1"),
         ("[protocol]\nseeds = [0]\ntuning_seeds = 2", "tuning_seeds = 2; use 0 .* to 1"),
@@ -240,12 +258,12 @@ def test_choice_on_validation_accuracy_from_test():
         (1, 0): (97, 96, 96), (1, 2): (95, 93, 94), (1, 4): (0, 0, 0),
     }  # fmt: skip
     rows = stored(point, values)
-    summary = Results(rows).summary(point)
+    summary = Results(rows).of(point)
     assert [summary.seeds[s].test for s in (0, 1)] == [93, 96]
     assert [summary.seeds[s].best_test for s in (0, 1)] == [99, 96]
     assert [summary.seeds[s].at_edge for s in (0, 1)] == [False, True]
     assert (summary.median, summary.best_median, summary.diverged) == (94.5, 97.5, 1)
-    assert Results(rows[1:]).summary(point) is None
+    assert Results(rows[1:]).of(point) is None
 
 
 def test_a_seed_that_follows_is_judged_at_the_rate_of_those_that_chose():
@@ -253,20 +271,20 @@ def test_a_seed_that_follows_is_judged_at_the_rate_of_those_that_chose():
     point = Point("l1", "all", 0.1, protocol)
     found = {(0, 0): 90, (0, 2): 80, (1, 0): 70, (1, 2): 75, (2, 0): 60, (2, 2): 99}
     rows = stored(point, {run: (value, value - 1, value) for run, value in found.items()})
-    summary = Results(rows).summary(point)
+    summary = Results(rows).of(point)
     assert [summary.seeds[s].test for s in (0, 1, 2)] == [89, 69, 59]
     assert [summary.seeds[s].best_test for s in (0, 1, 2)] == [90, 75, 60]
     assert {result.learning_rate for result in summary.seeds.values()} == {1.0}
     assert summary.runs == 5
-    assert Results(rows[:4]).summary(point) is None
+    assert Results(rows[:4]).of(point) is None
 
 
 def summaries(name, place="all", values=(), budgets=(0.05, 0.5)):
     found = {}
     for budget in budgets:
         point = Point(name, place, budget, Protocol(seeds=tuple(range(len(values)))))
-        seeds = {s: SeedResult(v, v, 0.1, 1, 0.0, False) for s, v in enumerate(values)}
-        found[name, place, budget] = Summary(point, seeds, (), 1, 0)
+        seeds = {s: SeedResult(v, v, 0, 0.1, 1, 0.0, False) for s, v in enumerate(values)}
+        found[name, place, budget] = PointResult(point, seeds, (), 1, 0)
     return found
 
 
@@ -308,7 +326,7 @@ def test_a_comparison_looks_at_its_budgets_only_and_needs_both_series():
 
 def test_a_claim_needs_all_of_its_comparisons():
     def outcome(p_above, p_below):
-        return claims.Outcome(claims.CLAIMS[0].comparisons[0], 0.0, 0.0, p_above, p_below, 5)
+        return claims.Outcome(CLAIMS[0].comparisons[0], 0.0, 0.0, p_above, p_below, 5)
 
     yes, no, open_ = outcome(0.03, 1), outcome(1, 0.03), outcome(0.4, 0.6)
     assert claims.verdict([yes, yes]) == claims.CONFIRMED
@@ -321,11 +339,11 @@ def test_a_claim_needs_all_of_its_comparisons():
 def test_every_comparison_of_a_claim_is_run():
     made = MNIST.load("smoke")
     run = {(p.method, p.place) for name in made.figures for p in made.points(name)}
-    for claim in claims.CLAIMS:
+    for claim in CLAIMS:
         for comparison in claim.comparisons:
             assert {comparison.better, comparison.worse} <= run
 
 
 def test_experiments_are_not_in_the_wheel():
-    text = (Path(sweep.__file__).parents[1] / "pyproject.toml").read_text()
+    text = (Path(sweep.__file__).parents[2] / "pyproject.toml").read_text()
     assert 'packages = ["src/sketchprop"]' in text

@@ -16,14 +16,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import sketchprop as sp
-from experiments import checkpoints, training
-from experiments.checkpoints import Checkpoint, Checkpoints
-from experiments.methods import ExperimentError
-from experiments.training import Pictures, Recipe, Split, cropped, initialised, train
+from experiments.lab import ExperimentError, checkpoints
+from experiments.lab.checkpoints import Checkpoint, Checkpoints
+from experiments.lab.pictures import Parts, PictureFeed, cropped
+from experiments.lab.trainer import Recipe, Trainer, accuracy, initialised, seed_of
 from sketchprop import zoo
+from sketchprop.data import Labelled
 
-ROOT = Path(training.__file__).parents[1]
-RECIPE = Recipe("adamw", 3e-3, epochs=3, batch_size=16, weight_decay=0.05, warmup_epochs=0.5)
+ROOT = Path(checkpoints.__file__).parents[2]
+RECIPE = Recipe("adamw", 3e-3, steps=12, weight_decay=0.05, warmup=2)
 
 
 def pictures(train=64, seed=3):
@@ -34,9 +35,21 @@ def pictures(train=64, seed=3):
     def split(count):
         labels = torch.arange(count) % 10
         noise = torch.randint(-30, 31, (count, 3, 32, 32), generator=g)
-        return Split((colours[labels] + noise).to(torch.uint8), labels)
+        return Labelled((colours[labels] + noise).to(torch.uint8), labels)
 
-    return Pictures(split(train), split(40), split(40), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    return Parts(split(train), split(40), split(40))
+
+
+def train(model, parts, recipe, seed, checkpoint=None, augment=True):
+    """One evaluation for each epoch of batches of 16."""
+    device = torch.device("cpu")
+    feed = PictureFeed(parts, (0.5,) * 3, (0.25,) * 3, 16, seed, device, augment)
+
+    def evaluate(model):
+        return tuple(accuracy(model, feed.batches(part)) for part in feed.parts[1:])
+
+    marks = range(feed.steps_per_epoch, recipe.steps + 1, feed.steps_per_epoch)
+    return Trainer(model, feed, recipe, evaluate, seed, marks).train(checkpoint)
 
 
 def small_vit():
@@ -52,15 +65,17 @@ def without_time(found):
 
 
 def test_the_rate_rises_in_a_line_and_falls_in_a_cosine():
-    recipe = Recipe("sgd", 0.4, epochs=10, warmup_epochs=2, final_rate=1e-3)
-    rates = [recipe.rate(step, 5) for step in range(50)]
+    recipe = Recipe("sgd", 0.4, steps=50, warmup=10, final_rate=1e-3)
+    rates = [recipe.rate(step) for step in range(50)]
     assert rates[:10] == pytest.approx([0.4 * (i + 1) / 11 for i in range(10)])
     assert rates[10] == 0.4
     assert rates[-1] == pytest.approx(1e-3)
     expected = [1e-3 + 0.399 * (1 + math.cos(math.pi * i / 39)) / 2 for i in range(40)]
     assert rates[10:] == pytest.approx(expected)
-    flat = replace(recipe, warmup_epochs=0, learning_rate=1e-4)  # below its own end
-    assert {flat.rate(step, 5) for step in range(50)} == {1e-4}
+    flat = replace(recipe, warmup=0, learning_rate=1e-4)  # below its own end
+    assert {flat.rate(step) for step in range(50)} == {1e-4}
+    constant = replace(recipe, decay=False)
+    assert [constant.rate(step) for step in range(50)] == pytest.approx(rates[:10] + [0.4] * 40)
 
 
 def test_crops_are_cut_from_the_padded_picture_and_half_are_mirrored():
@@ -91,16 +106,16 @@ def test_crops_are_cut_from_the_padded_picture_and_half_are_mirrored():
 
 def test_a_step_is_that_of_plain_torch():
     """SGD of torch on the same batches, without crops and dropout."""
-    changes = {"optimizer": "sgd", "learning_rate": 0.1, "augment": False, "epochs": 1}
+    changes = {"optimizer": "sgd", "learning_rate": 0.1, "steps": 4}
     data, recipe = pictures(), replace(RECIPE, clip=0.5, **changes)
     model = initialised(lambda: zoo.ViT(patch=8, dim=16, depth=1, heads=2, hidden=32), 5)
     plain = copy.deepcopy(model)
-    found = train(model, data, recipe, seed=5)
+    found = train(model, data, recipe, seed=5, augment=False)
     optimizer = torch.optim.SGD(plain.parameters(), momentum=0.9, weight_decay=0.05)
-    order = torch.Generator().manual_seed(training.seed_of("order", 5))
+    order = torch.Generator().manual_seed(seed_of("order", 5))
     clipped, losses = 0, []
     for step, index in enumerate(torch.randperm(64, generator=order).view(4, 16)):
-        optimizer.param_groups[0]["lr"] = recipe.rate(step, 4)
+        optimizer.param_groups[0]["lr"] = recipe.rate(step)
         x = (data.train.images[index] / 255 - 0.5) / 0.25
         loss = F.cross_entropy(plain(x), data.train.labels[index])
         optimizer.zero_grad()
@@ -118,7 +133,7 @@ def test_a_step_is_that_of_plain_torch():
 @pytest.mark.parametrize("make", [small_vit, small_bagnet])
 def test_training_learns_and_records(make):
     rate, way = (3e-3, "adamw") if make is small_vit else (0.03, "sgd")
-    recipe = replace(RECIPE, learning_rate=rate, optimizer=way, epochs=8)
+    recipe = replace(RECIPE, learning_rate=rate, optimizer=way, steps=80, warmup=5)
     exact = train(initialised(make, 0), pictures(160), recipe, 0)
     assert exact["test_curve"][-1] > 60  # of ten classes
     assert exact["loss_curve"][-1] < exact["loss_curve"][0]
@@ -126,10 +141,10 @@ def test_training_learns_and_records(make):
         assert len(exact[f"{name}_curve"]) == 8
     assert all(seconds > 0 for seconds in exact["seconds_curve"])
     assert sum(exact["seconds_curve"]) < exact["wall_seconds"]
-    assert (exact["diverged_epoch"], exact["steps_per_epoch"]) == (0, 10)
+    assert exact["diverged_epoch"] == 0
     model = initialised(make, 0)
     sp.sketch_(model, sp.L1(0.2))
-    short = train(model, pictures(), replace(recipe, epochs=1), 0)
+    short = train(model, pictures(), replace(recipe, steps=4), 0)
     assert 0.3 < short["flops_step"] / exact["flops_step"] < 0.9
 
 
@@ -154,7 +169,7 @@ def test_training_leaves_the_default_generator_alone():
 
 
 def test_a_run_that_is_lost_ends_and_says_so():
-    recipe = replace(RECIPE, optimizer="sgd", learning_rate=1e30, warmup_epochs=0)
+    recipe = replace(RECIPE, optimizer="sgd", learning_rate=1e30, warmup=0)
     found = train(initialised(small_bagnet, 0), pictures(), recipe, 0)
     assert found["diverged_epoch"] == 1
     assert found["test_curve"] == found["validation_curve"] == [0.0] * 3
@@ -176,7 +191,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr("experiments.store.os.fsync", full)
+        broken.setattr("experiments.lab.store.os.fsync", full)
         with pytest.raises(ExperimentError, match="no space left"):
             kept.offer(lambda: {"x": torch.zeros(2)})
     assert torch.equal(kept.load()["x"], torch.ones(2))
@@ -208,8 +223,8 @@ from pathlib import Path
 torch.set_num_threads(1)
 sys.path[:0] = [{root!r}, {tests!r}]
 import sketchprop as sp
-from experiments import training
-from experiments.checkpoints import Checkpoint
+from experiments.lab import trainer as training
+from experiments.lab.checkpoints import Checkpoint
 import test_experiments_training as t
 
 kind, sketch, out, pause = sys.argv[1], sys.argv[2], Path(sys.argv[3]), float(sys.argv[4])
@@ -225,8 +240,8 @@ def slow(self):
     return step(self)
 
 training.Trainer.train_step = slow
-recipe = replace(t.RECIPE, optimizer=way, epochs=4)
-found = training.train(model, t.pictures(), recipe, 0, checkpoint=Checkpoint(out / "run.pt", 0.0))
+recipe = replace(t.RECIPE, optimizer=way, steps=16)
+found = t.train(model, t.pictures(), recipe, 0, checkpoint=Checkpoint(out / "run.pt", 0.0))
 torch.save((t.without_time(found), model.state_dict(), done), out / "end.pt")
 """
 
@@ -241,7 +256,7 @@ torch.save((t.without_time(found), model.state_dict(), done), out / "end.pt")
 )
 def test_killed_in_the_middle_it_goes_on_bitwise(tmp_path, kind, sketch):
     """kill -9 at a random moment of one run; the resumed run is the undisturbed one, bit by bit."""
-    code = CHILD.format(root=str(ROOT), tests=str(Path(__file__).parents[1]))
+    code = CHILD.format(root=str(ROOT), tests=str(Path(__file__).parent))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()

@@ -158,13 +158,13 @@ def test_ranks_that_keep_nothing(rank):
     text = message(ValueError, lambda: sp.optimal_probabilities(w, rank))
     assert f"rank={rank!r}" in text
     assert "for example rank=8" in text
-    message(ValueError, lambda: sp.sample_exact(w / 4, torch.tensor(0.5), rank))
+    message(ValueError, lambda: sp.sample_fixed(w / 4, torch.tensor(0.5), rank))
 
 
 @pytest.mark.parametrize("rank", [1.5, 5])
 def test_ranks_that_cannot_be_drawn(rank):
     text = message(
-        ValueError, lambda: sp.sample_exact(torch.full((4,), 0.5), torch.tensor(0.5), rank)
+        ValueError, lambda: sp.sample_fixed(torch.full((4,), 0.5), torch.tensor(0.5), rank)
     )
     assert f"rank={rank}" in text
     assert "from 1 to 4" in text

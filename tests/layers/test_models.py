@@ -299,7 +299,7 @@ def test_experts_can_be_made_sketchable():
     @sp.sketchable(Experts)
     class SketchedExperts(sp.SketchedModule, Experts):
         def forward(self, hidden, index, weights):
-            if not self.sketching():
+            if not self.is_sketching():
                 return super().forward(hidden, index, weights)
             out = torch.zeros_like(hidden)
             for e in range(self.num_experts):

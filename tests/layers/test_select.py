@@ -215,7 +215,7 @@ class Scaled(nn.Module):
 @sp.sketchable(Scaled)
 class SketchedScaled(sp.SketchedModule, Scaled):
     def forward(self, x):
-        if not self.sketching():
+        if not self.is_sketching():
             return super().forward(x)
         return self.gain * sp.sketched_linear(x, self.weight.mT, None, self.sketch)
 

@@ -37,13 +37,14 @@ def draw(
 
     ``p: [..., n]`` in float64, as ``water_fill`` returns it. ``"fixed"`` keeps ``rank`` atoms.
     ``"independent"`` tosses a coin for each, and waits once for the device: its size is random.
-    In a stack the shorter draws are padded with atoms times 0.
+    In a stack the shorter draws are padded with atoms times 0, and a draw that keeps nothing is
+    one atom times 0: an empty product would hide a gradient that is not finite.
     """
     if sampling == "fixed":
         index = systematic(p, uniforms(p, tuple(p.shape[:-1])), int(rank))
         return index, take(p, index).reciprocal()
     kept = sample_independent(p, uniforms(p, tuple(p.shape)))
-    size = int(kept.sum(-1).max()) if kept.numel() else 0
+    size = max(1, int(kept.sum(-1).max())) if kept.numel() else 0
     index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :size]
     return index, torch.where(take(kept, index), take(p, index).reciprocal(), 0.0)
 

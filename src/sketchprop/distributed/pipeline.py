@@ -50,7 +50,8 @@ class SketchedBoundary(ABC):  # as torch's stages: only a like layout can become
     _formats: dict[tuple[Any, ...], WireFormat | None]
     _arriving: dict[int, list[tuple[WireFormat, Tensor, Tensor]]]
     _leaving: dict[int, list[Tensor]]
-    _streams: int
+    _streams: int = 0
+    """Draws so far: it goes on when the sketch changes, so that no draw is repeated."""
     _inferred: object
 
     def set_sketch(self, sketch: Sketch, counter: WireCounter | None = None) -> None:
@@ -59,7 +60,7 @@ class SketchedBoundary(ABC):  # as torch's stages: only a like layout can become
         self.sketch = sketch
         self.counter = counter or WireCounter()
         self._formats, self._arriving, self._leaving = {}, {}, {}
-        self._streams, self._inferred = 0, None
+        self._inferred = None
         self._settings = Settings(self.group, "stage", self.stage_index, self.num_stages)
         self._settings.announce(f"{type(sketch).__module__}.{sketch!r}")
 

@@ -130,8 +130,7 @@ class Variance(ColumnSketch):
     passes: ClassVar[float] = 3
 
     def importance(self, vjp: Vjp) -> Tensor:
-        w = self.roots(vjp)
-        return w if self.root else w.square()
+        return self.roots(vjp).square()
 
     def roots(self, vjp: Vjp) -> Tensor:
         spread = importance.variance(vjp.G, 0.0 if self.paper else importance.FLOOR)

@@ -1,0 +1,238 @@
+"""The paper's larger study: BagNet-17 and a vision transformer on CIFAR-10."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..lab.checkpoints import Checkpoints
+from ..lab.claims import CONFIRMED, Claim, Comparison, all_layers, check, pairs
+from ..lab.pictures import PictureCell
+from ..lab.selection import PointResult
+from ..lab.store import Row
+from ..lab.study import Reading, SweepStudy
+from ..lab.sweep import Figure, Findings, Protocol, Run
+from ..methods import METHODS
+
+PROTOCOL_VERSION = 1
+"""Part of every run's identity: to be raised when the code changes what a run would find."""
+OPTIMIZERS = ("adamw", "sgd")
+SIZES: dict[str, dict[str, tuple[int, ...]]] = {
+    "bagnet17": {"width": (64,), "blocks": (3, 4, 6, 3)},
+    "vit": {"patch": (4,), "dim": (192,), "depth": (9,), "heads": (12,), "hidden": (1024,)},
+}
+"""The paper's models; ``size`` in a TOML file makes them smaller, for example "dim=96 depth=3"."""
+SLOWER = {"": 1.0, "GradientSVD": 1.5, "RankConstrained": 1.8, "ElementMask": 1.4}
+"""Time of a step with a sketch over that of an exact one; the others take ``ALIKE``."""
+ALIKE = 1.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CifarCell(PictureCell):
+    clip: float = 0.0
+    model: str = "vit"
+    size: str = ""
+    dropout: float = 0.1
+    optimizer: str = "adamw"
+    base_rate: float = 3e-4
+    weight_decay: float = 0.05
+    momentum: float = 0.9
+    warmup_epochs: float = 0.0
+    final_rate: float = 0.0
+    dataset: str = "cifar10"
+    version: int = PROTOCOL_VERSION
+
+    @property
+    def network(self) -> str:
+        return f"{self.model} {self.size}".strip()
+
+    def learning_rate(self, index: int) -> float:
+        """Quarters of a decade around the baseline's; a positive index is a smaller rate."""
+        return float(self.base_rate * 10.0 ** (-0.25 * index))
+
+    def train(self, runs: Sequence[Run], checkpoints: Checkpoints | None) -> list[Findings]:
+        """One after the other."""
+        from .model import train_run
+
+        return [
+            train_run(run, checkpoints.of(run.identity) if checkpoints else None) for run in runs
+        ]
+
+    def cost(self, runs: int) -> float:
+        from .model import run_seconds
+
+        return runs * run_seconds(self, SLOWER.get(self.sketch.partition("(")[0], ALIKE))
+
+    def problem(self) -> str:
+        if self.model not in SIZES:
+            return f"model = {self.model!r}; use {' or '.join(SIZES)}"
+        if self.optimizer not in OPTIMIZERS:
+            return f"optimizer = {self.optimizer!r}; use {' or '.join(OPTIMIZERS)}"
+        return size_problem(self.model, self.size) or super().problem()
+
+
+def size_problem(model: str, size: str) -> str:
+    """What is wrong with a ``size``; empty if nothing is."""
+    try:
+        given = parse_size(size)
+    except ValueError:
+        return f"size = {size!r}; write names and numbers, for example 'dim=96 depth=3'"
+    known = SIZES[model]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        return f"size = {size!r}: {model} has no {', '.join(unknown)}; use {', '.join(known)}"
+    for name, value in given.items():
+        if len(value) != len(known[name]):
+            return f"size = {size!r}: {name} takes {len(known[name])} numbers, as in 3-4-6-3"
+    return ""
+
+
+def parse_size(size: str) -> dict[str, tuple[int, ...]]:
+    """
+    >>> parse_size("width=16 blocks=1-1-2-1")
+    {'width': (16,), 'blocks': (1, 1, 2, 1)}
+    """
+    parts = dict(part.split("=", 1) for part in size.split())
+    return {name: tuple(int(v) for v in value.split("-")) for name, value in parts.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CifarStudy(SweepStudy):
+    @property
+    def preset_prefix(self) -> str:
+        return self.name.removeprefix("cifar-") + "-"
+
+    def describe(self, protocol: Protocol) -> str:
+        cell = protocol.base
+        assert isinstance(cell, CifarCell)
+        size = f" ({cell.size})" if cell.size else ""
+        images = f"{cell.train_rows or 50000 - cell.validation_rows} images"
+        return (
+            f"CIFAR-10, {cell.model}{size}, {images}, epochs: {cell.epochs}, batch "
+            f"{cell.batch_size}, seeds: {len(protocol.seeds)}"
+        )
+
+    def facts(self, reading: Reading) -> dict[str, Any]:
+        costs = step_costs(reading.points, reading.rows)
+        return {**super().facts(reading), "ranking": ranking(reading.points), "costs": costs}
+
+
+def ranking(results: Sequence[PointResult]) -> dict[str, Any] | None:
+    """The methods by their mean over the budgets, best first, and how far to trust it."""
+    exact = next((s for s in results if not s.point.cell.sketch), None)
+    points = {s.point.key: s for s in results if s is not exact}
+    budgets = sorted({budget for _, _, budget in points})
+    series = dict.fromkeys(key[:2] for key in points)
+    whole = [own for own in series if all((*own, budget) in points for budget in budgets)]
+    if exact is None or not whole:
+        return None
+    means = {own: [points[*own, budget].mean for budget in budgets] for own in whole}
+    order = sorted(whole, key=lambda own: -statistics.mean(means[own]))
+    lines = []
+    for own in order:
+        below = [
+            METHODS[other[0]].label
+            for other in order
+            if (outcome := check(Comparison(own, other), points)) and outcome.verdict == CONFIRMED
+        ]
+        mean = statistics.mean(means[own])
+        values = [*(f"{value:.1f}" for value in means[own]), f"{mean:.1f}"]
+        lines.append(
+            [METHODS[own[0]].label, *values, f"{mean - exact.mean:+.1f}", ", ".join(below)]
+        )
+    cell = exact.point.cell
+    assert isinstance(cell, CifarCell)
+    seeds, share, count = len(exact.seeds), exact.mean / 100, cell.test_rows or 10000
+    error = 100 * (share * (1 - share) / (count * seeds)) ** 0.5
+    return {"lines": lines, "exact": exact.mean, "budgets": budgets, "seeds": seeds,
+            "count": count, "error": error, "line_error": error / len(budgets) ** 0.5}  # fmt: skip
+
+
+def step_costs(results: Sequence[PointResult], rows: Sequence[Row]) -> list[list[str]]:
+    """FLOPs and time of a step for each point, over those of exact training."""
+    by_cell: dict[str, list[Row]] = {}
+    for row in rows:
+        by_cell.setdefault(row["cell"], []).append(row)
+    costs = {s.point.cell: _cost(by_cell[s.point.cell.identity]) for s in results}
+    exact = next((costs[s.point.cell] for s in results if not s.point.cell.sketch), None)
+    if exact is None:
+        return []
+    lines = []
+    for s in results:
+        flops, seconds = costs[s.point.cell]
+        line = [METHODS[s.point.method].label, f"{s.point.budget:g}", f"{flops / 1e9:.3f}"]
+        line += [f"{flops / exact[0]:.2f}", f"{seconds:.4f}", f"{seconds / exact[1]:.2f}"]
+        lines.append(line)
+    return lines
+
+
+def _cost(rows: Sequence[Row]) -> tuple[float, float]:
+    """FLOPs and seconds of one step; of runs that came to their end where there are any."""
+    whole = [row for row in rows if not row["diverged_epoch"]] or list(rows)
+    seconds = [
+        sum(row["seconds_curve"]) / max(1, row["steps_per_epoch"] * row["epochs"]) for row in whole
+    ]
+    return statistics.median(row["flops_step"] for row in whole), statistics.median(seconds)
+
+
+_SKETCHES = all_layers("ds", "l1", "gsv", "rcs")
+CLAIMS = (
+    Claim(
+        "cifar",
+        "Data-dependent sketches are above uniform masks.",
+        pairs(_SKETCHES, all_layers("element", "sample")),
+    ),
+    Claim(
+        "cifar",
+        "DS is a particularly strong choice: none of the others is 1 point above it.",
+        pairs(all_layers("ds"), _SKETCHES[1:], 1.0),
+    ),
+    Claim(
+        "cifar",
+        "RCS does not dominate: DS and ℓ1 are not below it.",
+        pairs(all_layers("ds", "l1"), all_layers("rcs")),
+    ),
+    Claim(
+        "cifar",
+        "Data-dependent sketches are above uniform columns of the same, exact size.",
+        pairs(_SKETCHES, all_layers("control-columns")),
+        clause="control",
+    ),
+    Claim(
+        "cifar",
+        "Data-dependent sketches are above one uniform sample mask for all layers, which is a "
+        "smaller minibatch.",
+        pairs(_SKETCHES, all_layers("control-samples")),
+        clause="control",
+    ),
+)
+
+FINDINGS = {
+    "diverged_epoch": int, "steps_per_epoch": int, "parameters": int, "clipped_fraction": float,
+    "flops_step": float, "ranks": list, "loss_curve": list, "seconds_curve": list,
+}  # fmt: skip
+
+
+def _study(name: str, model: str, cell: CifarCell) -> CifarStudy:
+    return CifarStudy(
+        name=name,
+        help="the paper's BagNet-17 and transformer on CIFAR-10",
+        title=f"The paper's study of {model} on CIFAR-10",
+        protocol=Protocol(cell, learning_rates=(-4, -2, 0, 2, 4), widen=1),
+        findings=FINDINGS,
+        figures={"cifar": Figure("cifar", f"Sketches in {model}", 100, highest=None)},
+        claims=CLAIMS,
+        sort_by=("model", "size", "epochs"),
+    )
+
+
+BAGNET_CELL = CifarCell(
+    model="bagnet17", optimizer="sgd", base_rate=10**-1.5, weight_decay=1e-3, final_rate=1e-5,
+    dropout=0.0,
+)  # fmt: skip
+STUDIES = {
+    "bagnet17": _study("cifar-bagnet17", "BagNet-17", BAGNET_CELL),
+    "vit": _study("cifar-vit", "a vision transformer", CifarCell()),
+}

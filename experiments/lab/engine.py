@@ -1,0 +1,253 @@
+"""Runs a sweep: what is missing in the store is trained, and stored as soon as it ends.
+
+Workers only compute; this process alone writes. Killed at any moment, the store holds whole
+stacks of runs; started again, the sweep goes on with those that are missing.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sketchprop as sp
+
+from . import ExperimentError
+from .checkpoints import FOLDER, Checkpoints
+from .store import Row, Store
+from .sweep import Findings, Point, Run, planned_runs
+
+Trained = tuple["Job", list[Row]]
+Engine = Callable[[Sequence["Job"], int], Iterator[Trained]]
+Report = Callable[[float, float, str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs of one cell that train together."""
+
+    runs: tuple[Run, ...]
+    checkpoints: Checkpoints | None = None
+
+    @property
+    def cost(self) -> float:
+        """About how many seconds it takes on one core of a laptop."""
+        return self.runs[0].cell.cost(len(self.runs))
+
+
+def run_sweep(
+    points: Sequence[Point],
+    store: Store,
+    engine: Engine,
+    workers: int,
+    report: Report | None = None,
+) -> int:
+    """Trains all that ``points`` need and ``store`` lacks; how many runs that were."""
+    done = 0
+    kept = Checkpoints(store.folder / FOLDER)
+    while True:
+        rows = store.rows()
+        kept.remove({row["run"] for row in rows})
+        jobs = missing_jobs(points, rows, kept.folder)
+        if not jobs:
+            return done
+        total, finished = sum(job.cost for job in jobs), 0.0
+        if report:
+            report(0.0, total, f"{sum(len(t.runs) for t in jobs)} runs to do")
+        with contextlib.closing(engine(jobs, workers)) as results:  # type: ignore[type-var]
+            for job, rows in results:
+                store.add(rows)
+                kept.remove({row["run"] for row in rows})
+                done += len(rows)
+                finished += job.cost
+                if report:
+                    report(finished, total, f"{done} runs done")
+
+
+def missing_jobs(
+    points: Sequence[Point], rows: Sequence[Row], checkpoints: Path | None = None
+) -> list[Job]:
+    """Stacks of the runs that are not stored, the longest first; widened grids included."""
+    scores = {row["run"]: row["validation_accuracy"] for row in rows}
+    jobs: list[Job] = []
+    for point in points:
+        missing = [run for run in planned_runs(point, scores) if run.identity not in scores]
+        size, every = point.protocol.stack, point.protocol.checkpoint_seconds
+        kept = None if checkpoints is None else Checkpoints(checkpoints, every)
+        jobs += [Job(tuple(missing[i : i + size]), kept) for i in range(0, len(missing), size)]
+    return sorted(jobs, key=lambda job: -job.cost)
+
+
+def execute(job: Job) -> list[Row]:
+    """Trains a stack; the rows to be stored. This is what a worker runs."""
+    return _rows(job, job.runs[0].cell.train(job.runs, job.checkpoints))
+
+
+def _rows(job: Job, found: Sequence[Findings]) -> list[Row]:
+    return [_row(run, values) for run, values in zip(job.runs, found, strict=True)]
+
+
+def _row(run: Run, found: Findings) -> Row:
+    validation, test = found["validation_curve"], found["test_curve"]
+    best = max(range(len(validation)), key=lambda epoch: validation[epoch])
+    config = {
+        name: "-".join(map(str, value)) if isinstance(value, tuple) else value
+        for name, value in asdict(run.cell).items()
+    }
+    return {
+        "wall_seconds": 0.0,
+        **config,
+        **found,
+        "run": run.identity,
+        "cell": run.cell.identity,
+        "rate_index": run.rate_index,
+        "learning_rate": run.learning_rate,
+        "seed": run.seed,
+        "best_epoch": best + 1,
+        "validation_accuracy": validation[best],
+        "test_accuracy": test[best],
+        "best_test_accuracy": max(test),
+        "package_version": sp.__version__,
+        "torch_version": torch.__version__,
+    }
+
+
+def in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
+    """On the cores of this machine; ``workers=0``: in this process."""
+    if workers == 0:
+        with one_thread():
+            for job in jobs:
+                yield job, execute(job)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(
+        min(workers, len(jobs)), context, _start_worker, (os.getpid(),)
+    )
+    try:
+        waiting = {pool.submit(execute, job): job for job in jobs}
+        for future in concurrent.futures.as_completed(waiting):
+            yield waiting[future], future.result()
+    except concurrent.futures.process.BrokenProcessPool as error:
+        raise ExperimentError(
+            "a worker process died (out of memory, or killed); give the same command again: it "
+            "continues, or use fewer --workers"
+        ) from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list((getattr(pool, "_processes", None) or {}).values()):
+            process.terminate()
+
+
+def in_ray(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
+    """On a Ray cluster: ``RAY_ADDRESS`` names it, else one is started on this machine."""
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as error:
+        raise ExperimentError(
+            "--engine ray needs Ray: pip install 'sketchprop[experiments-ray]'"
+        ) from error
+    package = Path(__file__).parents[1]
+    variables = {k: v for k, v in os.environ.items() if k == "SKETCHPROP_DATA"}
+    own = not ray.is_initialized()
+    if own:
+        local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers or None}
+        ray.init(
+            **local,
+            runtime_env={"py_modules": [str(package)], "env_vars": variables},
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    try:
+        remote = ray.remote(num_cpus=1, max_retries=2)(_execute_alone)
+        waiting = {remote.remote(job): job for job in jobs}
+        while waiting:
+            ready, _ = ray.wait(list(waiting), num_returns=1)
+            for reference in ready:
+                yield waiting.pop(reference), ray.get(reference)
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def in_rotation(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
+    """All in this process, a stretch of one after a stretch of another: a slow minute meets all."""
+    order = random.Random(0)
+    with one_thread():
+        live = {job: job.runs[0].cell.stretches(job.runs, job.checkpoints) for job in jobs}
+        while live:
+            for job in order.sample(list(live), len(live)):
+                try:
+                    next(live[job])
+                except StopIteration as end:
+                    del live[job]
+                    yield job, _rows(job, end.value)
+
+
+ENGINES: dict[str, Engine] = {"processes": in_processes, "ray": in_ray, "rotation": in_rotation}
+
+
+def _execute_alone(job: Job) -> list[Row]:
+    with one_thread():
+        return execute(job)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Stacks are spread over cores, not operations; and sums must not depend on the machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _start_worker(parent: int) -> None:
+    torch.set_num_threads(1)
+    sp.keep_pages()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends the workers
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)  # the parent was killed: nobody is left to store anything
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Report]:
+    """A bar with the time left, on the error stream."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    parts = (BarColumn(30), "{task.percentage:>3.0f}%", TextColumn("· {task.description} ·"),
+             TimeElapsedColumn(), "spent ·", TimeRemainingColumn(), "left")  # fmt: skip
+    with Progress(*parts, console=Console(stderr=True)) as bar:
+        line = bar.add_task("", total=None)
+
+        def report(finished: float, total: float, text: str) -> None:
+            if not finished:
+                bar.reset(line)
+            bar.update(line, completed=finished, total=total, description=text)
+
+        yield report

@@ -1,0 +1,308 @@
+"""A study: what is trained or measured, what is drawn, what is claimed; and its command."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sketchprop as sp
+
+from ..methods import EXACT
+from . import ExperimentError, claims
+from .claims import Claim
+from .engine import ENGINES, missing_jobs, progress_bar, run_sweep
+from .figures import draw_figure, order
+from .pages import write_csv, write_page
+from .selection import PointResult, Results
+from .store import Row, Schema, Store, read_rows, write_table
+from .sweep import Figures, Point, Protocol, Sweep, checked, make_sweep, read_preset, waiting_seeds
+
+SHOWN = 8
+"""Of a claim with more comparisons only the least favourable are listed."""
+COLUMNS: dict[str, type] = {
+    "run": str, "cell": str, "package_version": str, "torch_version": str, "rate_index": int,
+    "seed": int, "best_epoch": int, "learning_rate": float, "validation_accuracy": float,
+    "test_accuracy": float, "best_test_accuracy": float, "wall_seconds": float,
+    "validation_curve": list, "test_curve": list,
+}  # fmt: skip
+"""What every row has, beside the cell's own fields and the study's findings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study(ABC):
+    """What all commands share. Presets and the page's template lie beside the study's code."""
+
+    name: str
+    help: str
+    out: str = "results/{name}-{preset}"
+    """The folder that results go to."""
+
+    @cached_property
+    def folder(self) -> Path:
+        return Path(inspect.getfile(type(self))).parent
+
+    @property
+    def preset_prefix(self) -> str:
+        """What the names of its presets begin with, where two studies share a folder."""
+        return ""
+
+    def read_preset(self, preset: str) -> tuple[str, dict[str, Any], str]:
+        return read_preset(preset, self.folder / "presets", self.preset_prefix)
+
+    def out_folder(self, options: argparse.Namespace, preset: str) -> Path:
+        return Path(options.out or self.out.format(name=self.name, preset=preset))
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--preset", default="smoke", help="smoke, cpu, paper, or a path to a .toml file")
+        folder = self.out.format(name=self.name, preset="PRESET")
+        add("--out", help=f"folder for results, figures and page ({folder})")
+        add("--stored", action="store_true", help="train nothing: draw from the stored results")
+        add("--quiet", action="store_true", help="no progress on the screen")
+
+    @abstractmethod
+    def run(self, options: argparse.Namespace) -> int:
+        """The command; its exit code."""
+
+    def finish(self, written: Iterable[Path], out: Path, facts: Mapping[str, Any]) -> int:
+        """Writes the page and names all files."""
+        for path in (*written, write_page(out, self.folder, {"study": self, **facts})):
+            sys.stdout.write(f"{path}\n")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStudy(Study):
+    """Nothing is compared by training: numbers are measured and kept in ``results.json``."""
+
+    settings: Any
+    """A dataclass with the defaults of what a preset may set."""
+
+    def run(self, options: argparse.Namespace) -> int:
+        name, content, path = self.read_preset(options.preset)
+        where = f"{path} [protocol]"
+        (values,) = checked((self.settings,), content.get("protocol", {}), where)
+        settings, out = replace(self.settings, **values), self.out_folder(options, name)
+        if not options.stored:
+            torch.set_num_threads(1)
+            sp.keep_pages()
+            self.measure(settings, out, options)
+        written, facts = self.results(settings, out)
+        return self.finish(written, out, {"preset": name, "settings": settings, **facts})
+
+    @abstractmethod
+    def measure(self, settings: Any, out: Path, options: argparse.Namespace) -> None:
+        """Adds what ``results.json`` lacks."""
+
+    @abstractmethod
+    def results(self, settings: Any, out: Path) -> tuple[list[Path], dict[str, Any]]:
+        """Tables and pictures, and what the page's template needs."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A sweep and all that is stored of it: what figures and pages are made from."""
+
+    sweep: Sweep
+    names: tuple[str, ...]
+    """The figures that were asked for."""
+    rows: Sequence[Row]
+    out: Path
+
+    @cached_property
+    def results(self) -> Results:
+        return Results(self.rows)
+
+    @cached_property
+    def figures(self) -> dict[str, list[PointResult]]:
+        """The complete points of each figure that has some."""
+        found = {name: self.results.of_all(self.sweep.points(name)) for name in self.names}
+        return {name: results for name, results in found.items() if results}
+
+    @cached_property
+    def extras(self) -> list[PointResult]:
+        return self.results.of_all(self.sweep.extras)
+
+    @property
+    def points(self) -> list[PointResult]:
+        return [result for group in self.figures.values() for result in group]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepStudy(Study):
+    """Runs are trained by an engine, stored, chosen on validation, drawn and judged."""
+
+    title: str
+    protocol: Protocol
+    """With the cell that all are made from: the defaults of a TOML file."""
+    findings: Mapping[str, type] = field(default_factory=dict)
+    """Columns that the cells' training adds."""
+    figures: Figures = field(default_factory=dict)
+    claims: tuple[Claim, ...] = ()
+    no_claims: frozenset[str] = frozenset()
+    """Figures whose points take no part in claims."""
+    sort_by: tuple[str, ...] = ()
+    engine: str = "processes"
+
+    @cached_property
+    def schema(self) -> Schema:
+        cell = {
+            f.name: str if isinstance(value := getattr(self.protocol.base, f.name), tuple)
+            else type(value)
+            for f in fields(self.protocol.base)
+        }  # fmt: skip
+        order = (*self.sort_by, "sketch", "layers", "cell", "seed", "rate_index")
+        return Schema(
+            {**COLUMNS, **cell, **self.findings}, order, ("wall_seconds", "seconds_curve")
+        )
+
+    def load(self, preset: str) -> Sweep:
+        """A preset by name, or any TOML file by path."""
+        return make_sweep(*self.read_preset(preset), self.protocol, self.figures)
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        super().add_options(parser)
+        add = parser.add_argument
+        if self.figures:
+            add("--figure", default="all", choices=self.figure_names, help="which figure to make")
+        add("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: in this one")
+        add("--engine", default=self.engine, choices=sorted(ENGINES), help="ray: a Ray cluster")
+        add("--plan", action="store_true", help="only say how much there is to do")
+
+    @property
+    def figure_names(self) -> tuple[str, ...]:
+        return (*self.figures, "all")
+
+    def figures_asked(self, options: argparse.Namespace) -> list[str]:
+        return list(self.figures)
+
+    def select(self, sweep: Sweep, options: argparse.Namespace) -> tuple[list[str], list[Point]]:
+        """The figures to be drawn, and the points to be trained."""
+        asked = self.figures_asked(options)
+        names = [name for name in asked if name in sweep.figures]
+        extras = getattr(options, "figure", "all") == "all"
+        if not names and not (extras and sweep.extras):
+            raise ExperimentError(f"{options.preset} makes {', '.join(sweep.figures)}, not {asked}")
+        return names, sweep.select(names, extras)
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Trains what is missing, measures and draws."""
+        sweep = self.load(options.preset)
+        out = self.out_folder(options, sweep.name)
+        names, points = self.select(sweep, options)
+        if options.plan:
+            sys.stdout.write(self.plan(points, out, options.workers))
+            return 0
+        if not options.stored:
+            sp.keep_pages()
+            with Store(out, self.schema) as store, contextlib.ExitStack() as stack:
+                report = None if options.quiet else stack.enter_context(progress_bar())
+                run_sweep(points, store, ENGINES[options.engine], options.workers, report)
+                write_table(store.rows(), out, self.schema)
+            self.measure(sweep, points, out)
+        reading = Reading(sweep, tuple(names), read_rows(out, self.schema), out)
+        facts = {"sweep": sweep, "protocol": sweep.protocol, "cell": sweep.protocol.base}
+        return self.finish(self.draw(reading), out, {**facts, **self.facts(reading)})
+
+    def plan(self, points: Sequence[Point], out: Path, workers: int) -> str:
+        rows = read_rows(out, self.schema) if (out / "runs.sqlite").is_file() else []
+        jobs = missing_jobs(points, rows)
+        runs, seconds = sum(len(job.runs) for job in jobs), sum(job.cost for job in jobs)
+        scores = {row["run"]: row["validation_accuracy"] for row in rows}
+        waiting = [(p.cell, len(waiting_seeds(p, scores))) for p in points]
+        later = sum(count for _, count in waiting)
+        seconds += sum(cell.cost(count) for cell, count in waiting if count)
+        more = f", {later} more when their learning rate is chosen" if later else ""
+        workers = max(1, workers)
+        return (
+            f"{runs} runs in {len(jobs)} stacks are missing{more}: about {seconds / 3600:.2f} "
+            f"core-hours, {seconds / 3600 / workers:.2f} hours with --workers {workers}, "
+            "before widened grids\n"
+        )
+
+    def measure(self, sweep: Sweep, points: Sequence[Point], out: Path) -> None:
+        """What the page needs beside the runs."""
+
+    def describe(self, protocol: Protocol) -> str:
+        """How it was trained, in a line."""
+        return f"{protocol.base.network}, seeds: {len(protocol.seeds)}"
+
+    def draw(self, reading: Reading) -> list[Path]:
+        """All figures that have results, and the table of points."""
+        text = self.describe(reading.sweep.protocol)
+        written: list[Path] = []
+        for name, results in reading.figures.items():
+            figure = reading.sweep.figures[name]
+            written += draw_figure(figure, results, text, reading.out)
+        every = {s.point.cell: s for s in (*reading.points, *reading.extras)}
+        lines = [_point_line(s) for s in sorted(every.values(), key=_point_order)]
+        return [*written, write_csv(reading.out / "summary.csv", lines, short=False)]
+
+    def facts(self, reading: Reading) -> dict[str, Any]:
+        """What the page's template needs."""
+        rows = reading.rows
+        baselines = [s for s in reading.points if s.point.method == EXACT]
+        used = [n for n in reading.figures if n not in self.no_claims]
+        points = {s.point.key: s for name in used for s in reading.figures[name]}
+        return {
+            "about": self.describe(reading.sweep.protocol),
+            "runs": rows,
+            "hours": sum(row["wall_seconds"] for row in rows) / 3600,
+            "diverged": sum(row.get("diverged_epoch", 0) > 0 for row in rows),
+            "versions": sorted(
+                {f"sketchprop {r['package_version']}, torch {r['torch_version']}" for r in rows}
+            ),
+            "baselines": list({s.point.cell: s for s in (*baselines, *reading.extras)}.values()),
+            "level": claims.LEVEL,
+            "claims": [_judged(claim, points) for claim in self.claims],
+            "results": {n: sorted(found, key=order) for n, found in reading.figures.items()},
+            "shown": SHOWN,
+        }
+
+
+def _judged(claim: Claim, points: Mapping[claims.Key, PointResult]) -> dict[str, Any]:
+    outcomes = [claims.check(comparison, points) for comparison in claim.comparisons]
+    done = [outcome for outcome in outcomes if outcome is not None]
+    done.sort(key=lambda outcome: outcome.difference + outcome.comparison.margin)
+    verdict = claims.verdict(outcomes)
+    return {"claim": claim, "verdict": verdict, "done": done, "missing": len(outcomes) - len(done)}
+
+
+def _point_order(s: PointResult) -> tuple[Any, ...]:
+    cell: Any = s.point.cell
+    return cell.network, getattr(cell, "epochs", 0), getattr(cell, "clip", 0.0), order(s)
+
+
+def _point_line(s: PointResult) -> dict[str, Any]:
+    cell: Any = s.point.cell
+    return {
+        "network": cell.network,
+        "epochs": getattr(cell, "epochs", 0),
+        "clip": getattr(cell, "clip", 0.0),
+        "method": s.point.method,
+        "place": s.point.place,
+        "budget": s.point.budget,
+        "test_median": round(s.median, 4),
+        "test_std": round(s.spread, 4),
+        "best_test_median": round(s.best_median, 4),
+        "learning_rate_median": round(s.learning_rate, 6),
+        "rates_at_edge": s.at_edge,
+        "clipped_fraction": round(s.clipped, 4),
+        "diverged_runs": s.diverged,
+        "runs": s.runs,
+        "seeds": len(s.seeds),
+        "ranks": " ".join(f"{r:g}" for r in s.ranks),
+        "sketch": cell.sketch,
+        "cell": cell.identity,
+    }

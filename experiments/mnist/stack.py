@@ -1,0 +1,303 @@
+"""The paper's MLP protocol on MNIST; many replicas train together as one stack.
+
+A replica is one learning rate and one seed. Its initial weights, the order of its batches and its
+draws come from its own generators, and no operation mixes replicas: in a stack it gives the same
+numbers as alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import sketchprop as sp
+from sketchprop import data
+from sketchprop.core.sampling import sample_independent
+from sketchprop.sketches import Sketch
+from sketchprop.sketches.base import AtomSketch
+
+from ..lab.pictures import Parts, split
+from ..lab.sweep import Run
+from ..lab.trainer import generator
+from ..methods import SAMPLED, make_sketch, share_of
+from .study import PIXELS, MnistCell
+
+AHEAD = 1 << 14
+"""How many uniforms a replica draws at once."""
+_EVALUATION_ROWS = 2500
+
+
+@lru_cache(maxsize=2)
+def load(train_rows: int, validation_rows: int, test_rows: int, pixels: str) -> Parts:
+    """MNIST as rows of numbers, a part of its training set kept apart for choosing."""
+    parts = split(
+        data.mnist(train=True), data.mnist(train=False), (train_rows, validation_rows, test_rows)
+    )
+    mean, std = PIXELS[pixels]
+    rows = (x.flatten(1).float().div_(255).sub_(mean).div_(std) for x, _ in parts)
+    return Parts(*(data.Labelled(x, y) for x, (_, y) in zip(rows, parts, strict=True)))
+
+
+class Uniforms:
+    """The draws of one layer: each replica's from its own generator, some steps ahead."""
+
+    def __init__(self, shape: tuple[int, ...], purpose: str, seeds: Sequence[int]) -> None:
+        self._generators = [generator(purpose, seed) for seed in seeds]
+        self._shape = shape
+        count = math.prod(shape)
+        self._ahead = max(1, AHEAD // max(1, count))
+        # Importance may give an atom a p that float32 uniforms never meet; masks of single
+        # elements, the only ones with so many draws, have p = budget.
+        self._dtype = torch.float32 if count >= AHEAD else torch.float64
+        self._drawn: Tensor | None = None
+        self._used = 0
+
+    def next(self) -> Tensor:
+        if self._drawn is None or self._used == self._ahead:
+            size = (self._ahead, *self._shape)
+            drawn = [torch.rand(size, generator=g, dtype=self._dtype) for g in self._generators]
+            self._drawn, self._used = torch.stack(drawn, 1), 0
+        self._used += 1
+        return self._drawn[self._used - 1]
+
+
+class Stack:
+    """The parameters of all replicas, and one SGD step for each of them."""
+
+    def __init__(self, cell: MnistCell, runs: Sequence[Run]) -> None:
+        self.cell = cell
+        self.seeds = [run.seed for run in runs]
+        self.rates = torch.tensor([run.learning_rate for run in runs], dtype=torch.float32)
+        self.alive = torch.ones(len(runs), dtype=torch.bool)
+        self.clipped = torch.zeros(len(runs))
+        self.loss = torch.zeros(len(runs))
+        self.steps = 0
+        self.weights, self.biases = _initial(cell.widths, self.seeds)
+        self.sketches = layer_sketches(cell)
+        self.uniforms = [self._uniforms(index) for index in range(len(self.weights))]
+
+    def _uniforms(self, index: int) -> Uniforms | None:
+        sketch, (R, n, d) = self.sketches[index], self.weights[index].shape
+        B = self.cell.batch_size
+        if sketch.keeps_all(B, n, d):
+            return None
+        G, W = torch.empty(R, B, n, device="meta"), torch.empty(R, n, d, device="meta")
+        return Uniforms(sketch.uniform_shape(G, W)[1:], f"draws of layer {index}", self.seeds)
+
+    def step(self, x: Tensor, labels: Tensor) -> None:
+        """``x: [R, B, 784]``, ``labels: [R, B]``."""
+        h = x
+        for index, (W, b) in enumerate(zip(self.weights, self.biases, strict=True)):
+            source = self.uniforms[index]
+            u = None if source is None else source.next()
+            h = sp.sketched_linear(h, W, b, self.sketches[index], u=u)
+            h = h if index == len(self.weights) - 1 else h.relu()
+        losses = F.cross_entropy(h.flatten(0, 1), labels.flatten(), reduction="none")
+        losses = losses.view(labels.shape).mean(-1)
+        parameters = [*self.weights, *self.biases]
+        self._update(parameters, torch.autograd.grad(losses.sum(), parameters))
+        self.loss += losses.detach()
+        self.steps += 1
+
+    def _update(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        factor = -self.rates
+        if self.cell.clip:
+            norms = [torch.linalg.vector_norm(g.flatten(1), dim=1) for g in grads]
+            norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+            factor = factor * (self.cell.clip / (norm + 1e-6)).clamp(max=1)
+            self.clipped += norm > self.cell.clip
+        with torch.no_grad():
+            for parameter, grad in zip(parameters, grads, strict=True):
+                shape = (-1,) + (1,) * (grad.dim() - 1)
+                parameter.addcmul_(grad, factor.view(shape))
+
+    def retire(self) -> Tensor:
+        """Which replicas are not finite any more; their weights become 0 and stay so."""
+        finite = torch.ones_like(self.alive)
+        for parameter in [*self.weights, *self.biases]:
+            finite &= parameter.detach().flatten(1).isfinite().all(1)
+        lost = ~finite & self.alive
+        if bool(lost.any()):
+            with torch.no_grad():
+                for parameter in [*self.weights, *self.biases]:
+                    parameter[lost] = 0
+            self.rates[lost] = 0
+            self.alive &= finite
+        return lost
+
+    def accuracies(self, part: data.Labelled) -> Tensor:
+        """In percent, for each replica. One at a time: a stack must not change the rounding."""
+        right = torch.zeros(len(self.seeds), dtype=torch.int64)
+        with torch.no_grad():
+            for images, labels in zip(
+                torch.split(part.images, _EVALUATION_ROWS),
+                torch.split(part.labels, _EVALUATION_ROWS),
+                strict=True,
+            ):
+                for r in range(len(self.seeds)):
+                    h = images
+                    for index, (W, b) in enumerate(zip(self.weights, self.biases, strict=True)):
+                        h = F.linear(h.relu_() if index else h, W[r], b[r])
+                    right[r] += (h.argmax(-1) == labels).sum()
+        return 100.0 * right.double() / len(part.labels)
+
+
+class SampledStack(Stack):
+    """``sampled_backward`` itself, one replica after the other: it draws samples by the gradient
+    at the output, and runs the network again on those."""
+
+    def __init__(self, cell: MnistCell, runs: Sequence[Run]) -> None:
+        super().__init__(cell, runs)
+        self.budget = share_of(cell.sketch, SAMPLED)
+        self.draws = Uniforms((), "draws at the output", self.seeds)
+
+    def step(self, x: Tensor, labels: Tensor) -> None:
+        u = self.draws.next()
+        replicas = zip(*(w.unbind() for w in (*self.weights, *self.biases)), strict=True)
+        losses = torch.stack(
+            [
+                sp.sampled_loss(
+                    partial(_network, own),
+                    F.cross_entropy,
+                    x[r],
+                    labels[r],
+                    self.budget,
+                    uniforms=partial(_given, u[r]),
+                )
+                for r, own in enumerate(replicas)
+            ]
+        )
+        parameters = [*self.weights, *self.biases]
+        self._update(parameters, torch.autograd.grad(losses.sum(), parameters))
+        self.loss += losses.detach()
+        self.steps += 1
+
+
+def _given(u: Tensor, p: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A replica's own uniform, whatever else is in its stack."""
+    return u
+
+
+def _network(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+    """One replica: all of its weights, then all of its biases."""
+    half = len(parameters) // 2
+    for index, (W, b) in enumerate(zip(parameters[:half], parameters[half:], strict=True)):
+        x = F.linear(x.relu() if index else x, W, b)
+    return x
+
+
+def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Trains replicas of one cell together; what was found for each, in the same order."""
+    began = time.perf_counter()
+    cell = runs[0].cell
+    assert isinstance(cell, MnistCell)
+    if any(run.cell != cell for run in runs):
+        raise ValueError("replicas of one stack may differ in learning rate and seed only")
+    found = load(cell.train_rows, cell.validation_rows, cell.test_rows, cell.pixels)
+    # torch multiplies a stack of one on another path, which rounds differently: it gets a twin.
+    kind = SampledStack if share_of(cell.sketch, SAMPLED) else Stack
+    stack = kind(cell, runs if len(runs) > 1 else [runs[0], runs[0]])
+    orders = {seed: generator("order", seed) for seed in stack.seeds}
+    validation, test, losses = [], [], []
+    lost_at = [0] * len(stack.seeds)
+    for epoch in range(1, cell.epochs + 1):
+        stack.loss.zero_()
+        _epoch(stack, found.train, orders)
+        losses.append(stack.loss / max(1, len(found.train.labels) // cell.batch_size))
+        for r in stack.retire().nonzero().flatten().tolist():
+            lost_at[r] = epoch
+        validation.append(torch.where(stack.alive, stack.accuracies(found.validation), 0.0))
+        test.append(torch.where(stack.alive, stack.accuracies(found.test), 0.0))
+    seconds = (time.perf_counter() - began) / len(runs)
+    ranks = layer_ranks(cell)
+    curves = zip(
+        torch.stack(validation).T.tolist(),
+        torch.stack(test).T.tolist(),
+        torch.stack(losses).T.tolist(),
+        strict=True,
+    )
+    return [
+        {
+            "validation_curve": [round(v, 4) for v in curve[0]],
+            "test_curve": [round(v, 4) for v in curve[1]],
+            "loss_curve": [round(v, 6) if math.isfinite(v) else None for v in curve[2]],
+            "clipped_fraction": round(float(stack.clipped[r]) / max(1, stack.steps), 6),
+            "diverged_epoch": lost_at[r],
+            "ranks": ranks,
+            "wall_seconds": round(seconds, 4),
+        }
+        for r, curve in zip(range(len(runs)), curves, strict=False)
+    ]
+
+
+def _epoch(stack: Stack, part: data.Labelled, orders: dict[int, torch.Generator]) -> None:
+    """One pass over the data in each replica's own order; a last, smaller batch is left out."""
+    B = stack.cell.batch_size
+    steps = len(part.labels) // B
+    order = {seed: torch.randperm(len(part.labels), generator=g) for seed, g in orders.items()}
+    chosen = torch.stack([order[seed][: steps * B].view(steps, B) for seed in stack.seeds], 1)
+    buffer = torch.empty(chosen.shape[1] * B, part.images.shape[1])
+    for index in chosen:
+        x = torch.index_select(part.images, 0, index.flatten(), out=buffer)
+        stack.step(x.view(*index.shape, -1), part.labels[index])
+
+
+class FullLength(AtomSketch):
+    """Independent draws padded with atoms times 0 to the number of all atoms.
+
+    The library pads to the longest draw of a stack. What that length is rounds differently in a
+    matrix product, so a replica would depend on its neighbours.
+    """
+
+    def draw(self, p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        index = torch.arange(p.shape[-1], device=p.device).expand(p.shape)
+        return index, torch.where(sample_independent(p, u), p.reciprocal(), 0.0)
+
+
+@lru_cache
+def _full_length(method: type[AtomSketch]) -> type[AtomSketch]:
+    return type(f"FullLength{method.__name__}", (FullLength, method), {})
+
+
+def layer_sketches(cell: MnistCell) -> list[Sketch]:
+    """One for each layer; a layer that stays exact keeps all columns, which draws nothing."""
+    count = len(cell.widths) - 1
+    sketch = make_sketch(cell.sketch)
+    if isinstance(sketch, AtomSketch) and sketch.sampling == "independent":
+        options = {field.name: getattr(sketch, field.name) for field in fields(sketch)}
+        sketch = _full_length(type(sketch))(**options)
+    keep = sp.ColumnMask(1.0)
+    where = {"all": range(count), "first": [0], "last": [count - 1]}[cell.layers]
+    return [keep if sketch is None or i not in where else sketch for i in range(count)]
+
+
+def layer_ranks(cell: MnistCell) -> list[float]:
+    """How many atoms each layer keeps, or is expected to keep; exact layers: all columns."""
+    shapes = list(zip(cell.widths[1:], cell.widths[:-1], strict=True))
+    B = cell.batch_size
+    if share := share_of(cell.sketch, SAMPLED):
+        return [float(sp.Rows(share).rank(B))] * len(shapes)
+    return [
+        round(float(sketch.rank(sketch.atom_count(B, n, d))), 4)
+        for sketch, (n, d) in zip(layer_sketches(cell), shapes, strict=True)
+    ]
+
+
+def _initial(widths: Sequence[int], seeds: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """What ``nn.Linear`` starts from, for each seed: uniform in ±1/√d."""
+    sources = [generator("initial weights", seed) for seed in seeds]
+    weights: list[Tensor] = []
+    biases: list[Tensor] = []
+    for n, d in zip(widths[1:], widths[:-1], strict=True):
+        for target, shape in ((weights, (n, d)), (biases, (n,))):
+            drawn = [torch.rand(shape, generator=g).mul_(2).sub_(1).div_(d**0.5) for g in sources]
+            target.append(torch.stack(drawn).requires_grad_())
+    return weights, biases

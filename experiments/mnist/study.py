@@ -1,0 +1,185 @@
+"""The paper's MLP study on MNIST: cells, figures and claims."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..lab import ExperimentError
+from ..lab.checkpoints import Checkpoints
+from ..lab.claims import Claim, Comparison, all_layers, pairs
+from ..lab.pictures import PictureCell
+from ..lab.study import SweepStudy
+from ..lab.sweep import Figure, Findings, Protocol, Run
+
+PIXELS = {"unit": (0.0, 1.0), "normalised": (0.1307, 0.3081)}
+"""Mean and standard deviation that pixels in [0, 1] are shifted and scaled by."""
+PROTOCOL_VERSION = 1
+"""Part of every run's identity: to be raised when the code changes what a run would find."""
+SECONDS_PER_EXAMPLE = 0.26 / 55000
+"""Of each replica with ℓ1; a stack costs four replicas more than it has."""
+SLOWER = {
+    "GradientSVD": {"all": 1.7, "first": 1.4},
+    "RankConstrained": {"all": 2.6, "first": 1.8},
+    "ElementMask": {"all": 2.7, "first": 2.5},
+}
+"""Time of a method over that of ℓ1, by the layers that are sketched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MnistCell(PictureCell):
+    widths: tuple[int, ...] = (784, 64, 64, 10)
+    pixels: str = "unit"
+    dataset: str = "mnist"
+    version: int = PROTOCOL_VERSION
+
+    @property
+    def network(self) -> str:
+        return "-".join(map(str, self.widths))
+
+    def train(self, runs: Sequence[Run], checkpoints: Checkpoints | None) -> list[Findings]:
+        """Together, as one stack; minutes at most, so nothing is saved on the way."""
+        from .stack import train_stack
+
+        return train_stack(runs)
+
+    def cost(self, runs: int) -> float:
+        slow = SLOWER.get(self.sketch.partition("(")[0], {}).get(self.layers, 1.15)
+        examples = (self.train_rows or 60000 - self.validation_rows) * self.epochs
+        return SECONDS_PER_EXAMPLE * examples * (runs + 4) * slow
+
+    def problem(self) -> str:
+        if self.pixels not in PIXELS:
+            return f"pixels = {self.pixels!r}; use {' or '.join(PIXELS)}"
+        return super().problem()
+
+
+LOW_BUDGET = 0.1
+CLOSE = 1.0
+"""Percentage points within which curves count as close."""
+ENVELOPE = 0.2
+"""Percentage points by which another curve may pass above an upper envelope."""
+_PROXIES = all_layers("l1", "l1-root", "l2", "l2-root", "var", "var-root")
+_LOCATED = ("element", "sample", "ds", "l1", "rcs", "gsv")
+_SKETCHES = all_layers("l1", "ds", "gsv", "rcs")
+
+CLAIMS = (
+    Claim(
+        "1a",
+        f"Exact (correlated) sampling is above independent sampling at low budgets "
+        f"(p ≤ {LOW_BUDGET:g}).",
+        tuple(
+            Comparison((name, "all"), (f"{name}-independent", "all"), LOW_BUDGET)
+            for name in ("l1", "ds", "gsv", "rcs")
+        ),
+    ),
+    Claim(
+        "1b",
+        "Data-dependent sketches are above the three uniform masks.",
+        pairs(all_layers("ds", "rcs"), all_layers("element", "sample", "column")),
+    ),
+    Claim(
+        "2a",
+        f"The proxies are close to each other (within {CLOSE:g} point).",
+        pairs(_PROXIES, _PROXIES, CLOSE),
+    ),
+    Claim(
+        "2a",
+        f"ℓ1 lies on the upper envelope of the proxies (none is {ENVELOPE:g} points above it).",
+        pairs(all_layers("l1"), _PROXIES[1:], ENVELOPE),
+    ),
+    Claim(
+        "2b",
+        "Spectral methods are above coordinate methods.",
+        pairs(all_layers("gsv", "rcs"), all_layers("ds", "l1")),
+    ),
+    Claim("2b", "G-SV is above its square root.", pairs(all_layers("gsv"), all_layers("gsv-root"))),
+    Claim(
+        "location",
+        "A sketch in the last layer alone hurts more than one in the first layer alone.",
+        tuple(Comparison((name, "first"), (name, "last")) for name in _LOCATED),
+    ),
+    Claim(
+        "1b",
+        "Data-dependent sketches are above uniform columns of the same, exact size.",
+        pairs(_SKETCHES, all_layers("control-columns")),
+        clause="control",
+    ),
+    Claim(
+        "2b",
+        "Data-dependent sketches are above one uniform sample mask for all layers, which is a "
+        "smaller minibatch.",
+        pairs(_SKETCHES, all_layers("control-samples")),
+        clause="control",
+    ),
+    Claim(
+        "2b",
+        "Rows drawn by importance are above one uniform sample mask for all layers.",
+        pairs(all_layers("rows"), all_layers("control-samples")),
+        clause="ours",
+    ),
+)
+
+
+FIGURES = {
+    figure.name: figure
+    for figure in (
+        Figure("1a", "Exact against independent sampling", 75),
+        Figure("1b", "Uniform masks against data-dependent sketches", 28),
+        Figure("2a", "Simple proxies", 70),
+        Figure("2b", "Spectral against coordinate methods", 77),
+        Figure("2b-no-clip", "Spectral against coordinate methods, no clipping", 77, "2b", 0.0),
+        Figure("location-masks", "Location of the noise: masks", 30),
+        Figure("location-coordinate", "Location of the noise: coordinate sketches", 77),
+        Figure("location-spectral", "Location of the noise: spectral sketches", 90),
+    )
+}
+
+
+def figures_named(name: str, no_clip: bool = False) -> list[str]:
+    """``location`` is three panels, ``all`` is everything."""
+    if no_clip:
+        if name not in ("2b", "all"):
+            raise ExperimentError(f"--no-clip goes with --figure 2b, not {name}")
+        return ["2b-no-clip"] if name == "2b" else list(FIGURES)
+    if name == "all":
+        return list(FIGURES)
+    if name == "location":
+        return [f for f in FIGURES if f.startswith("location-")]
+    return [name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MnistStudy(SweepStudy):
+    figure_names = ("1a", "1b", "2a", "2b", "location", "all")
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        super().add_options(parser)
+        text = "figure 2b without gradient clipping"
+        parser.add_argument("--no-clip", action="store_true", help=text)
+
+    def figures_asked(self, options: argparse.Namespace) -> list[str]:
+        return figures_named(options.figure, options.no_clip)
+
+    def describe(self, protocol: Protocol) -> str:
+        cell = protocol.base
+        assert isinstance(cell, MnistCell)
+        return (
+            f"MNIST, MLP {cell.network}, epochs: {cell.epochs}, batch {cell.batch_size}, "
+            f"seeds: {len(protocol.seeds)}"
+        )
+
+
+FINDINGS = {"diverged_epoch": int, "clipped_fraction": float, "ranks": list, "loss_curve": list}
+MNIST = MnistStudy(
+    name="mnist",
+    help="the paper's MLP study on MNIST",
+    title="The paper's MLP study on MNIST",
+    protocol=Protocol(MnistCell(), stack=20),
+    findings=FINDINGS,
+    figures=FIGURES,
+    claims=CLAIMS,
+    no_claims=frozenset({"2b-no-clip"}),
+    sort_by=("widths", "epochs", "clip"),
+)
