@@ -165,7 +165,7 @@ def test_timing_under_activation_checkpointing(reentrant):
     model = sp.sketch_(network(), sp.L1(0.3), where="faster")
     x = torch.randn(10, 6, requires_grad=True)
     checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-    assert all(m.judge.decisions for m in model if hasattr(m, "judge"))
+    assert all(m.sketching.judge.decisions for m in model if hasattr(m, "sketching"))
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -178,9 +178,13 @@ def test_a_folder_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
         sketched_layers(model, torch.randn(10, 6))
 
 
-@pytest.mark.parametrize("sketch", [sp.L1(0.3), sp.L1(0.3, refresh_every=3), sp.GradientSVD(0.3)])
-def test_the_real_stop_watch_leaves_nothing_behind(sketch):
-    model = sp.sketch_(network(), sketch, where="faster")
+@pytest.mark.parametrize(
+    ("sketch", "planner"),
+    [(sp.L1(0.3), None), (sp.L1(0.3), sp.Every(3)), (sp.GradientSVD(0.3), None)],
+    ids=str,
+)
+def test_the_real_stop_watch_leaves_nothing_behind(sketch, planner):
+    model = sp.sketch_(network(), sketch, where="faster", planner=planner)
     calls = []
     model[0].register_forward_hook(lambda *a: calls.append(1))
     x = torch.randn(10, 6)
@@ -191,22 +195,22 @@ def test_the_real_stop_watch_leaves_nothing_behind(sketch):
     assert decision.exact_ms > 0
     assert calls == []
     assert all(p.grad is None for p in model.parameters())
-    assert isinstance(model[0].judge, Judge)
-    assert not model[0].exact
-    if sketch.refresh_every > 1:
-        assert model[0].memory._plan is None
+    assert isinstance(model[0].sketching.judge, Judge)
+    assert not model[0].sketching.exact
+    if planner is not None:
+        assert model[0].sketching.planner._known == {}
 
 
 def test_convolutions_and_attention_are_timed_too():
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 1))
     sp.sketch_(model, sp.L1(0.3), where="faster")
     model(torch.randn(2, 3, 6, 6)).sum().backward()
-    assert all(len(m.judge.decisions) == 1 for m in model if hasattr(m, "sketch"))
+    assert all(len(m.sketching.judge.decisions) == 1 for m in model if hasattr(m, "sketching"))
     attention = nn.Sequential(nn.MultiheadAttention(8, 2, batch_first=True))
     sp.sketch_(attention, sp.L1(0.3), sp.select.everything, where="faster")
     x = torch.randn(2, 5, 8)
     attention[0](x, x, x)[0].sum().backward()
-    assert len(attention[0].judge.decisions) == 1
+    assert len(attention[0].sketching.judge.decisions) == 1
 
 
 def test_eval_and_exact_ask_nobody(monkeypatch):
@@ -241,7 +245,7 @@ def test_copies_and_pickles_keep_their_decisions(monkeypatch):
         assert sketched_layers(twin, x) == [False, False, True, False]
     assert len(asked) == 2
     sp.unsketch_(model)
-    assert "judge" not in model[0].__dict__
+    assert "sketching" not in model[0].__dict__
 
 
 def test_an_unknown_place_is_refused():

@@ -44,14 +44,20 @@ def mine(tmp_path):
             import torch
             from torch import nn
             import sketchprop as sp
+            from sketchprop.core.compact import ColumnAtoms
 
             class Half(sp.ColumnSketch):
-                def weights(self, G, W):
-                    return G.square().sum(-2)
+                def importance(self, vjp):
+                    return vjp.G.square().sum(-2)
+
+            class Halved(ColumnAtoms):
+                def keep(self, vjp, index, scale):
+                    return super().keep(vjp, index, scale / 2)
 
             class Wrong(sp.L1):
-                def keep(self, G, plan, index, scale):
-                    return super().keep(G, plan, index, scale / 2)
+                def atoms(self, vjp):
+                    right = super().atoms(vjp)
+                    return Halved(right.probabilities, right.rank, right.sampling)
 
             def make():
                 torch.manual_seed(0)
@@ -301,7 +307,7 @@ def test_help_teaches(run, command):
         (["check", "L1(1.5)"], "not a kept fraction"),
         (["check", "L1(0.1, roots=True)"], "roots"),
         (["check", "__import__('os')"], "unknown in"),
-        (["check", "1 + 1"], "is not a sketch; type for example 'L1(0.1)'"),
+        (["check", "1 + 1"], "is not a sketch, for example L1(0.1)"),
         (["check", "nowhere_at_all:X(0.1)"], "no module 'nowhere_at_all'"),
         (["measure", "--model", "resnet"], "use one of mlp, mlp4, vit, bert, or module:factory"),
         (["measure", "--model", "vit", "--data", "mnist"], "fits the models mlp and mlp4"),

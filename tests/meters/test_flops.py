@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
+from sketchprop.core.cost import Size
 from sketchprop.meters import measure_flops
 
 SKETCHES = [
@@ -37,6 +38,11 @@ def counted(sketch, shape, input_grad=True, weight_grad=True):
     return totals
 
 
+def products(cost):
+    """The part of a cost that is matrix products: what the counter sees."""
+    return cost.products + cost.scoring_products + cost.drawing_products
+
+
 @pytest.mark.parametrize("kind", SKETCHES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("budget", [0.25, 3])
@@ -45,41 +51,39 @@ def test_matrix_products_to_the_flop(kind, shape, budget):
     sketched, exact = counted(sketch, shape)
     B, n, d = shape
     assert exact == 4 * B * n * d
-    assert sketched == sketch.product_flops(*shape) + sketch.planning_product_flops(*shape)
+    assert sketched == products(sketch.cost(Size(*shape)))
 
 
 @pytest.mark.parametrize("kind", [sp.GradientSVD, sp.RankConstrained])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_side_costs_half_of_the_products(kind, shape):
     sketch = kind(0.3)
-    planned = sketch.planning_product_flops(*shape)
+    whole = sketch.cost(Size(*shape))
     for sides in ((True, False), (False, True)):
         sketched, _ = counted(sketch, shape, *sides)
-        assert sketched - planned == sketch.product_flops(*shape) / 2
-        total = sketch.flops(*shape, input_grad=sides[0], weight_grad=sides[1])
-        assert total == sketch.product_flops(*shape) / 2 + sketch.planning_flops(*shape)
-    assert sketch.flops(*shape, input_grad=False, weight_grad=False) == 0
+        one = sketch.cost(Size(*shape, *sides))
+        assert sketched == products(one)
+        assert one == whole._replace(products=whole.products / 2)
+    assert sketch.cost(Size(*shape, False, False)).total == 0
 
 
 def test_the_papers_rank_constrained_sketch_to_the_flop():
     sketch = sp.RankConstrained(0.3, paper=True)
     for shape in SHAPES:
         sketched, _ = counted(sketch, shape)
-        assert sketched == sketch.product_flops(*shape) + sketch.planning_product_flops(*shape)
+        assert sketched == products(sketch.cost(Size(*shape)))
 
 
 @pytest.mark.parametrize("kind", SKETCHES)
 def test_planning_is_not_free(kind):
     B, n, d = shape = 64, 48, 32
-    for sampling in ("exact", "independent"):
+    for sampling in ("fixed", "independent"):
         sketch = kind(0.25, sampling=sampling)
         # No method can score or draw without at least a look at each atom.
-        assert sketch.planning_flops(*shape) >= sketch.atom_count(*shape)
-        assert sketch.planning_flops(*shape) >= sketch.planning_product_flops(*shape)
-        assert sketch.flops(*shape) > sketch.product_flops(*shape)
+        assert sketch.cost(Size(*shape)).overhead >= sketch.atom_count(*shape)
     # A decomposition each step costs more than an exact backward of this size.
     if kind in (sp.GradientSVD, sp.RankConstrained):
-        assert kind(0.25).flops(*shape) > 4 * B * n * d
+        assert kind(0.25).cost(Size(*shape)).total > 4 * B * n * d
 
 
 def test_independent_draws_cost_their_mean():
@@ -89,7 +93,7 @@ def test_independent_draws_cost_their_mean():
     mean = sum(totals) / len(totals)
     # Binomial(32, 0.25) columns of 4·16·8 FLOPs each: a standard deviation of √6 columns.
     error = 4 * 16 * 8 * 6**0.5 / 200**0.5
-    assert abs(mean - sketch.product_flops(*shape)) < 4 * error
+    assert abs(mean - sketch.cost(Size(*shape)).products) < 4 * error
 
 
 def square(model, x):

@@ -54,7 +54,7 @@ def watched():
     """A model in the middle of training: gradients, plans and running statistics are there."""
     torch.manual_seed(0)
     model = Watched()
-    sp.sketch_(model, {"first": sp.L1(0.5, refresh_every=5)}, accumulate=True)
+    sp.sketch_(model, {"first": sp.L1(0.5)}, planner=sp.Every(5), accumulate=True)
     sp.sketch_(model, {"second": sp.L1(0.5)}, where="faster", accumulate=True)
     batches = make_batches(4)
     for batch in batches[:2]:
@@ -63,7 +63,7 @@ def watched():
 
 
 def entries(module):
-    return {key: vars(module)[key] for key in SKETCHING if key in vars(module)}
+    return vars(vars(module)[SKETCHING]) if SKETCHING in vars(module) else {}
 
 
 def content(value):
@@ -125,7 +125,7 @@ def test_a_meter_leaves_no_trace(meter, ending):
 
 def test_a_plain_layer_keeps_nothing_of_a_sketch_that_was_tried():
     model, batches = mlp(), make_batches()
-    sp.measure(model, loss_fn, batches, sp.L1(0.5, refresh_every=3), draws=2, rounds=0)
+    sp.measure(model, loss_fn, batches, sp.L1(0.5), planner=sp.Every(3), draws=2, rounds=0)
     assert all(not entries(module) for module in model.modules())
     assert type(model[0]) is nn.Linear
 
@@ -137,10 +137,14 @@ def test_accumulating_layers_are_measured_right():
     assert sp.check_unbiased(model, loss_fn, batches[0], draws=100).ok
 
 
-@pytest.mark.parametrize("sketch", [sp.L1(0.5, refresh_every=4), sp.ForwardRows(0.5)], ids=str)
-def test_monitoring_does_not_change_what_training_remembers(sketch):
+@pytest.mark.parametrize(
+    ("sketch", "planner"),
+    [(sp.L1(0.5), sp.Every(4)), (sp.ForwardRows(0.5), sp.RunningNorms())],
+    ids=str,
+)
+def test_monitoring_does_not_change_what_training_remembers(sketch, planner):
     torch.manual_seed(3)
-    alone = sp.sketch_(mlp(), sketch)
+    alone = sp.sketch_(mlp(), sketch, planner=planner)
     watched = copy.deepcopy(alone)
     batches = make_batches(12)
     for model, monitor in ((alone, None), (watched, sp.Monitor(watched, loss_fn, every=3))):
@@ -173,7 +177,7 @@ def test_a_flop_counter_does_not_count_a_timing(monkeypatch):
     x = torch.randn(24, 8)
     with FlopCounterMode(display=False) as counter:
         model(x)
-    assert all(m.judge.decisions for m in model if hasattr(m, "sketch"))
+    assert all(m.sketching.judge.decisions for m in model if hasattr(m, "sketching"))
     assert counter.get_total_flops() == 2 * 24 * (8 * 16 + 16 * 16 + 16 * 4)
 
 
@@ -199,8 +203,8 @@ def judged(ratio):
     """A model whose layers stay exact, or are sketched, whatever the machine says."""
     model = sp.sketch_(mlp(), sp.L1(0.25), where="faster")
     for module in model:
-        if hasattr(module, "judge"):
-            module.judge._timer = lambda layer, inputs: Decision(ratio, 1.0, ratio)
+        if hasattr(module, "sketching"):
+            module.sketching.judge._timer = lambda layer, inputs: Decision(ratio, 1.0, ratio)
     return model
 
 

@@ -11,6 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
 from measure_helpers import Branched, loss_fn, make_batches, mlp
+from sketchprop.core.compact import ColumnAtoms
+from sketchprop.core.cost import Size
+from sketchprop.core.vjp import Vjp
+from sketchprop.layers import Sketching
 from sketchprop.meters import Estimate, Times, criterion, measure_variance
 from sketchprop.meters.noise.estimate import minibatch_variance, over_draws, variance_ratio
 
@@ -60,7 +64,7 @@ def test_one_layer_agrees_with_the_closed_form():
     for x in batches:
         y = model(x).detach().requires_grad_()
         (G,) = torch.autograd.grad((y - target).square().mean(), y)
-        p = sketch.probabilities(G, model.weight)
+        p = sketch.atoms(Vjp(G, model.weight)).probabilities
         w = (G.mT @ x).square().sum(1) + G.sum(0).square()  # the atom's share of ‖dW‖² + ‖db‖²
         expected.append(float((w * (1 / p - 1)).sum()))
     truth = sum(expected) / len(expected)
@@ -173,9 +177,14 @@ def test_proposition_2_2_holds_at_every_node_of_a_branched_network():
 
 
 def test_a_biased_sketch_does_not_pass_for_one_that_obeys_proposition_2_2():
+    class Twice(ColumnAtoms):
+        def keep(self, vjp, index, scale):
+            return super().keep(vjp, index, 2 * scale)
+
     class Doubled(sp.L1):
-        def keep(self, G, plan, index, scale):
-            return super().keep(G, plan, index, 2 * scale)
+        def atoms(self, vjp):
+            right = super().atoms(vjp)
+            return Twice(right.probabilities, right.rank, right.sampling)
 
     torch.manual_seed(7)
     model = sp.sketch_(mlp(), Doubled(0.5), lambda module, name: True)
@@ -233,14 +242,14 @@ def test_draws_made_in_forward_are_measured_too():
 
         def forward(self, x):
             out = nn.Linear.forward(self, x)
-            if self.sketching():
+            if self.is_sketching():
                 mask = (torch.rand(len(x), 1) < 0.5) * 2.0
                 out.register_hook(lambda grad: grad * mask)
             return out
 
     torch.manual_seed(9)
     layer = EarlyMask(8, 4)
-    layer.sketch, layer.exact = sp.SampleMask(0.5), False
+    layer.sketching = Sketching(sp.SampleMask(0.5))
     model = nn.Sequential(layer)
     batches = make_batches()
     report = measure_variance(model, loss_fn, batches, draws=300)
@@ -295,7 +304,7 @@ def state_of(model):
         "buffers": [(id(b), b.clone()) for b in model.buffers()],
         "flags": [m.training for m in model.modules()],
         "classes": [type(m) for m in model.modules()],
-        "sketches": [(vars(m).get("sketch"), vars(m).get("exact")) for m in model.modules()],
+        "sketches": [id(vars(m).get("sketching")) for m in model.modules()],
         "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
         "rng": torch.get_rng_state(),
     }
@@ -365,8 +374,8 @@ def test_where_sketching_pays_and_where_it_does_not():
         return (w[:, None] * (m(x) - target).square()).mean()
 
     class RowNorm(sp.RowSketch):
-        def weights(self, G, W):
-            return G.square().sum(-1)
+        def importance(self, vjp):
+            return vjp.G.square().sum(-1)
 
     rare = torch.zeros(64).scatter_(0, torch.randperm(64)[:6], 1.0)
     even = torch.ones(64)
@@ -453,7 +462,8 @@ def test_flops_of_a_step_equal_the_formulas():
     assert report.flops.exact_backward == sum(exact)
     assert report.flops.forward == 2 * 32 * (8 * 16 + 16 * 16 + 16 * 4)
     products = 2 * 32 * 4 * 8 + 4 * 32 * 4 * 16 + exact[2]
-    planning = sp.L1(0.25).planning_flops(32, 16, 8) + sp.L1(0.25).planning_flops(32, 16, 16)
+    sizes = Size(32, 16, 8, input_grad=False), Size(32, 16, 16)
+    planning = sum(sp.L1(0.25).cost(size).overhead for size in sizes)
     assert report.flops.overhead == planning
     assert report.flops.sketched_backward == products + planning
     assert [line.exact for line in report.flops.layers] == exact[:2]

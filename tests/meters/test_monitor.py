@@ -7,6 +7,7 @@ import torch
 
 import sketchprop as sp
 from measure_helpers import Branched, loss_fn, make_batches, mlp
+from sketchprop.core.cost import Size
 from sketchprop.meters import measure_variance
 
 
@@ -59,7 +60,7 @@ def test_the_running_estimate_agrees_with_the_measurement():
     assert last["added"] == pytest.approx(truth.added.value, rel=0.1)
     assert last["relative"] == pytest.approx(truth.relative.value, rel=0.2)
     shapes = [(24, 16, 8, False), (24, 16, 16, True)]
-    sketched = sum(sp.L1(0.5).flops(B, n, d, input_grad=below) for B, n, d, below in shapes)
+    sketched = sum(sp.L1(0.5).cost(Size(*shape)).total for shape in shapes)
     exact = sum(2 * B * n * d * (1 + below) for B, n, d, below in shapes)
     assert last["kept_flops"] == pytest.approx(sketched / exact)
 

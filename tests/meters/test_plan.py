@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sketchprop as sp
+from sketchprop.core.cost import Size
 from sketchprop.core.stopwatch import in_turns
 from sketchprop.meters import Times, bench
 from sketchprop.meters.cost.timing import compare
@@ -43,7 +44,7 @@ def test_a_line_for_each_layer_that_takes_part():
     shares = [line.flops_share for line in report.layers]
     assert shares == pytest.approx([f / sum(flops) for f in flops])
     assert report.sketch == sp.L1(0.1)
-    ratio = sp.L1(0.1).flops(20, 5, 6) / (4 * 20 * 5 * 6)
+    ratio = sp.L1(0.1).cost(Size(20, 5, 6)).total / (4 * 20 * 5 * 6)
     assert lines["head"].flops_ratio == pytest.approx(ratio)
     assert all(line.seconds > 0 for line in report.layers)
 
@@ -55,7 +56,7 @@ def test_the_model_is_left_as_it_was():
     sp.plan(model, None, torch.randint(0, 10, (4, 7)), rounds=1)
     assert repr(model) == text
     assert not model.training
-    assert model.body.exact is False
+    assert model.body.sketching.exact is False
     assert all(p.grad is None for p in model.parameters())
     # Only the arguments above were drawn.
     torch.set_rng_state(before)
@@ -186,7 +187,7 @@ def test_turns_are_taken_and_compared_in_pairs():
 def test_bench_reports_each_shape_and_sketch():
     report = bench([(8, 6, 10), (4, 3, 5)], [sp.L1(0.3), sp.L2(1.0)], rounds=1)
     assert [line.shape for line in report.lines] == [(8, 6, 10)] * 2 + [(4, 3, 5)] * 2
-    assert report.lines[0].flops == sp.L1(0.3).flops(8, 10, 6) / (4 * 8 * 10 * 6)
+    assert report.lines[0].flops == sp.L1(0.3).cost(Size(8, 10, 6)).total / (4 * 8 * 10 * 6)
     assert report.lines[1].flops == 1
     assert "8 × 6 × 10" in str(report)
     json.dumps(report.as_dict())

@@ -8,7 +8,7 @@ from torch import nn
 
 import sketchprop as sp
 from law_table import CASES, SKETCHES, layer
-from sketchprop.core.compact import KeptColumns
+from sketchprop.core.compact import ColumnAtoms, KeptColumns
 from sketchprop.meters.unbiased import expected_gradients
 
 
@@ -16,38 +16,46 @@ from sketchprop.meters.unbiased import expected_gradients
 class LInf(sp.ColumnSketch):
     """A user's own method, as the docstring of ColumnSketch shows it."""
 
-    def weights(self, G, W):
-        return G.abs().amax(-2).square()
+    def importance(self, vjp):
+        return vjp.G.abs().amax(-2).square()
 
 
 @dataclass(frozen=True, repr=False)
 class RowNorm(sp.RowSketch):
-    def weights(self, G, W):
-        return G.square().sum(-1)
+    def importance(self, vjp):
+        return vjp.G.square().sum(-1)
+
+
+class LargestAtoms(ColumnAtoms):
+    """meProp: the largest columns, unscaled. Deterministic and biased."""
+
+    def draw(self, vjp, uniforms):
+        index = vjp.G.abs().sum(-2).topk(int(self.rank)).indices.sort().values
+        return KeptColumns(index, vjp.G[:, index], vjp.G.shape[-1])
 
 
 @dataclass(frozen=True, repr=False)
-class TopK(sp.ColumnSketch):
-    """meProp: the largest columns, unscaled. Deterministic and biased."""
+class TopK(sp.L1):
+    def atoms(self, vjp):
+        right = super().atoms(vjp)
+        return LargestAtoms(right.probabilities, right.rank, right.sampling)
 
-    def weights(self, G, W):
-        return G.abs().sum(-2)
 
-    def compact(self, G, W, u):
-        rank = int(self.rank(G.shape[-1]))
-        index = self.weights(G, W).topk(rank).indices.sort().values
-        return KeptColumns(index, G[:, index], G.shape[-1])
+class UnscaledAtoms(ColumnAtoms):
+    def keep(self, vjp, index, scale):
+        return super().keep(vjp, index, torch.ones_like(scale))
 
 
 @dataclass(frozen=True, repr=False)
 class Unscaled(sp.L1):
     """Forgets 1/p."""
 
-    def keep(self, G, plan, index, scale):
-        return super().keep(G, plan, index, torch.ones_like(scale))
+    def atoms(self, vjp):
+        right = super().atoms(vjp)
+        return UnscaledAtoms(right.probabilities, right.rank, right.sampling)
 
 
-@pytest.mark.parametrize("sampling", ["exact", "independent"])
+@pytest.mark.parametrize("sampling", ["fixed", "independent"])
 @pytest.mark.parametrize("method", [LInf, RowNorm])
 def test_a_users_own_method_is_unbiased(method, sampling):
     report = sp.check_unbiased(method(0.3, sampling=sampling))
@@ -89,15 +97,15 @@ def test_monte_carlo_finds_the_biases_of_the_paper():
 
 
 def test_a_callable():
-    def half_of_the_columns(G, W):
-        return sp.ColumnMask(0.5)(G, W)
+    def half_of_the_columns(vjp):
+        return sp.ColumnMask(0.5)(vjp)
 
     report = sp.check_unbiased(half_of_the_columns, draws=200)
     assert report.ok, str(report)
     assert "half_of_the_columns" in report.subject
 
-    def shrunk(G, W):
-        kept = sp.ColumnMask(0.5)(G, W)
+    def shrunk(vjp):
+        kept = sp.ColumnMask(0.5)(vjp)
         return KeptColumns(kept.index, 0.5 * kept.values, kept.n)
 
     assert not sp.check_unbiased(shrunk, draws=200).ok
@@ -161,7 +169,7 @@ def test_everything_is_as_before_after_a_check():
     assert [id(t) for t in model.buffers()] == identities
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
-    assert not any(m.exact for m in model if isinstance(m, sp.SketchedLinear))
+    assert not any(m.sketching.exact for m in model if isinstance(m, sp.SketchedLinear))
 
 
 def test_everything_is_as_before_after_a_failure():
@@ -173,7 +181,7 @@ def test_everything_is_as_before_after_a_failure():
         sp.check_unbiased(model, lambda m, x: m(x), x, draws=5)
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
-    assert not model[0].exact
+    assert not model[0].sketching.exact
 
 
 def test_a_biased_sketch_in_a_model_is_found():
@@ -238,8 +246,8 @@ def test_report_as_dict():
 def test_nan_probabilities_are_an_error():
     @dataclass(frozen=True, repr=False)
     class Negative(sp.ColumnSketch):
-        def weights(self, G, W):
-            return -torch.ones(G.shape[-1], dtype=G.dtype)
+        def importance(self, vjp):
+            return -torch.ones(vjp.G.shape[-1], dtype=vjp.G.dtype)
 
     G, W, X = layer(4, 5, 3)
     with pytest.raises(ValueError, match="NaN probabilities"):
