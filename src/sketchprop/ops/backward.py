@@ -175,9 +175,13 @@ def _compact(
             rows = vjp.G if index is None else rows_for_weight(vjp.G, index)
             sides.append(Whole(rows))
         else:
-            serves = planner is not None and not planner.refusal(side)
-            sides.append(form.draw(side, vjp, planner if serves else None, uniforms))
+            sides.append(form.draw(side, vjp, serving(planner, side), uniforms))
     return TwoSided(sides[0], sides[1])
+
+
+def serving(planner: Planner | None, side: Sketch) -> Planner | None:
+    """The planner, where it can serve this side of a pair."""
+    return None if planner is None or planner.refusal(side) else planner
 
 
 def _sizes(vjp: Vjp) -> tuple[int, int, int]:
