@@ -206,7 +206,7 @@ def test_shapes_that_do_not_fit():
 
 @pytest.mark.parametrize("variant", SKETCHES, ids=str)
 def test_double_backward_names_exact(variant):
-    net = sp.sketch_(model(), variant(1))
+    net = sp.sketch_(model(), variant(1), planner=variant.planner)
     x = torch.randn(8, 4, requires_grad=True)
     (first,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
     text = message(RuntimeError, lambda: torch.autograd.grad(first.square().sum(), x))
@@ -263,7 +263,7 @@ def test_double_backward_inside_exact():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("variant", SKETCHES, ids=str)
 def test_a_non_finite_gradient_reaches_the_parameters(variant, bad):
-    net = sp.sketch_(model(), variant(1))
+    net = sp.sketch_(model(), variant(1), planner=variant.planner)
     out = net(torch.randn(8, 4))
     G = torch.randn_like(out)
     G[3, 1] = bad
@@ -275,7 +275,7 @@ def test_a_non_finite_gradient_reaches_the_parameters(variant, bad):
 @pytest.mark.parametrize("variant", SKETCHES, ids=str)
 def test_a_gradient_scaler_would_skip_the_step(variant):
     # What GradScaler does: unscale, look for a non-finite entry in any gradient, skip the step.
-    net = sp.sketch_(model(), variant(1))
+    net = sp.sketch_(model(), variant(1), planner=variant.planner)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
     before = [p.detach().clone() for p in net.parameters()]
