@@ -29,29 +29,27 @@ def rows_of(t, stack=0):
     return t.reshape(*t.shape[:stack], -1, t.shape[-1])
 
 
-def uniforms(sketch, G, W):
-    return torch.rand(sketch.uniform_shape(G, W), dtype=torch.float64)
-
-
-def fast(x, weight, bias, sketch, G, u):
-    return torch.autograd.grad(
-        sp.sketched_linear(x, weight, bias, sketch, u=u), (x, weight, bias), G
-    )
-
-
-def gated(x, weight, bias, sketch, G, u):
-    y = sp.gate(F.linear(x, weight, bias), sketch, weight=weight, u=u)
+def fast(x, weight, bias, sketch, G, uniforms, planner=None):
+    y = sp.sketched_linear(x, weight, bias, sketch, uniforms=uniforms, planner=planner)
     return torch.autograd.grad(y, (x, weight, bias), G)
 
 
-def dense(x, weight, bias, sketch, G, u):
+def gated(x, weight, bias, sketch, G, uniforms):
+    y = sp.gate(F.linear(x, weight, bias), sketch, weight=weight, uniforms=uniforms)
+    return torch.autograd.grad(y, (x, weight, bias), G)
+
+
+def dense(x, weight, bias, sketch, G, uniforms, planner=None):
     """dX, dW, db from the dense Ĝ, in plain products."""
     with torch.no_grad():
-        G_hat = sketch(rows_of(G), weight, u).dense()
+        rows, X = rows_of(G), rows_of(x)
+        vjp = sp.Vjp(rows, weight, X, sketch.samples_of(tuple(x.shape[:-1])))
+        atoms = sketch.atoms(vjp) if planner is None else planner.atoms(sketch, vjp)
+        G_hat = atoms.draw(vjp, uniforms).dense()
         return (
             (G_hat @ weight).view(x.shape),
-            G_hat.mT @ rows_of(x),
-            (rows_of(G) if sketch.exact_bias else G_hat).sum(0),
+            G_hat.mT @ X,
+            (rows if sketch.exact_bias else G_hat).sum(0),
         )
 
 

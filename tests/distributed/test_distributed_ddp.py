@@ -191,6 +191,71 @@ def not_finite() -> dict[str, Any]:
     return {"broken": [finite([g]) for g in broken], "good": finite(good)}
 
 
+def chained() -> dict[str, Any]:
+    """The wrapped model called on its own output: its layers lie above themselves."""
+
+    def build() -> nn.Sequential:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+
+    plain = DistributedDataParallel(build())
+    model = DistributedDataParallel(sp.sketch_(build(), sp.L1(0.3), sp.select.everything))
+    shared = share_draws_(model)
+
+    def grads(m: Any, seed: int) -> list[Tensor]:
+        x, _ = batch(seed=dist.get_rank() + 1)
+        seed = seed * 2 + dist.get_rank()
+        return gradients(m.parameters(), lambda: m(m(x)).square().mean(), seed)
+
+    truth = grads(plain, 0)
+    grads(model, 0)
+    z = largest_z(truth, lambda k: grads(model, k + 1), DRAWS)
+    # A model that was used once a step until now: the surprise is an error, not a bias.
+    late = DistributedDataParallel(sp.sketch_(build(), sp.L1(0.3), sp.select.everything))
+    share_draws_(late)
+    x, _ = batch(seed=dist.get_rank() + 1)
+    for seed in range(2):
+        gradients(late.parameters(), lambda: late(x).square().mean(), seed)
+    return {"z": z, "sharing": shared.sharing(), "late": outcome(lambda: grads(late, 3))}
+
+
+def joined() -> dict[str, Any]:
+    """Ranks with different numbers of batches, under join; then in step again."""
+    model, shared = parallel(sp.L1(0.3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.join():
+        for seed in range(4 + 2 * dist.get_rank()):
+            step(model, seed)
+            optimizer.step()
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    plain, _ = parallel(None, share=False)
+    model.module.load_state_dict(plain.module.state_dict())
+    truth = step(plain, 0)
+    step(model, 0)
+    z = largest_z(truth, lambda k: step(model, k + 1), DRAWS)
+    shared.counter.take()
+    last = step(model, 999)
+    return {
+        "finite": finite,
+        "z": z,
+        "sharing": shared.sharing(),
+        "ratio": shared.counter.take().kinds["gradients"].ratio,
+        "last": last,
+    }
+
+
+def join_is_exact() -> dict[str, Any]:
+    """Under join nothing is shared and nothing is lost: the mean is that of plain DDP."""
+    model, _ = parallel(sp.L1(0.3))
+    plain, _ = parallel(None, share=False)
+    with plain.join():
+        truth = step(plain, 0)
+    with model.join():
+        z = largest_z(truth, lambda k: step(model, k), DRAWS)
+    return {"z": z}
+
+
 class Skips(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -241,6 +306,9 @@ CASES = (
     new_budget,
     not_finite,
     skipped_layer,
+    chained,
+    joined,
+    join_is_exact,
 )
 
 
@@ -334,3 +402,22 @@ def test_a_rank_may_skip_a_layer_where_ddp_allows_it(results) -> None:
 def test_a_model_that_is_not_wrapped_is_refused() -> None:
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         share_draws_(net())
+
+
+def test_a_model_called_on_its_own_output_is_unbiased_or_refused(results) -> None:
+    for record in of(results, chained):
+        assert record["z"] < Z_LIMIT
+        assert record["sharing"] == ()
+        assert "has rows that the shared draw did not keep" in record["late"]
+
+
+def test_uneven_inputs_under_join(results) -> None:
+    ranks = of(results, joined)
+    for record in ranks:
+        assert record["finite"]
+        assert record["z"] < Z_LIMIT
+        assert len(record["sharing"]) == 3
+        assert record["ratio"] < 0.6
+    assert equal(ranks[0]["last"], ranks[1]["last"])
+    for record in of(results, join_is_exact):
+        assert record["z"] < Z_LIMIT

@@ -68,8 +68,8 @@ def test_each_product_is_made_once(monkeypatch) -> None:
     model = sketched(linear_net, sp.L1(0.25))
     x = torch.randn(16, 12)
     G = torch.randn_like(model(x))
-    kind = type(sp.L1(0.25)(G))
-    counts = {"input_grad": 0, "weight_grad": 0, "compact": 0}
+    kind = type(sp.L1(0.25)(sp.Vjp(G)))
+    counts = {"input_grad": 0, "weight_grad": 0, "atoms": 0}
 
     def counted(owner: type, name: str) -> None:
         method = getattr(owner, name)
@@ -82,9 +82,9 @@ def test_each_product_is_made_once(monkeypatch) -> None:
 
     counted(kind, "input_grad")
     counted(kind, "weight_grad")
-    counted(sp.L1, "compact")
+    counted(sp.L1, "atoms")
     in_two_passes(model, x, G)
-    assert counts == {"input_grad": 2, "weight_grad": 2, "compact": 2}
+    assert counts == {"input_grad": 2, "weight_grad": 2, "atoms": 2}
 
 
 @NETS
@@ -107,6 +107,21 @@ def test_another_gradient_is_drawn_anew(build, shape) -> None:
     zero, G = torch.zeros_like(y), torch.randn_like(y)
     torch.autograd.grad(y, x, zero, retain_graph=True)
     assert torch.autograd.grad(y, last, G)[0].abs().sum() > 0
+
+
+def test_a_gradient_with_other_strides_is_drawn_anew() -> None:
+    """The same memory read another way is another gradient: G, then its transpose."""
+    x = torch.randn(6, 4, requires_grad=True)
+    weight = torch.randn(6, 4, requires_grad=True)
+    G = torch.zeros(6, 6)
+    G[1:, 0] = 1.0  # one column, which is kept; the first column of its transpose is zero
+    y = sp.sketched_linear(x, weight, None, sp.L1(1))
+    torch.autograd.grad(y, x, G, retain_graph=True)
+    (dW,) = torch.autograd.grad(y, weight, G.mT)
+    kept = dW.abs().sum(1).nonzero().flatten().tolist()
+    assert len(kept) == 1
+    assert kept != [0]
+    torch.testing.assert_close(dW[kept[0]], 5 * x[0])
 
 
 def test_a_graph_that_is_freed_keeps_nothing() -> None:

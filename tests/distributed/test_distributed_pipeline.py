@@ -60,6 +60,7 @@ class Pipe:
         layers: sp.Sketch | None = None,
         dropout: float = 0.0,
         chunks: int = CHUNKS,
+        planner: sp.Planner | None = None,
     ) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         single = name in ("GPipe", "1F1B")
@@ -70,7 +71,7 @@ class Pipe:
         self.modules = [block(i, last=i == count - 1) for i in mine]
         if layers is not None:
             for module in self.modules:
-                sp.sketch_(module, layers, sp.select.everything)
+                sp.sketch_(module, layers, sp.select.everything, planner=planner)
         if dropout:
             self.modules = [nn.Sequential(m, nn.Dropout(dropout)) for m in self.modules]
         self.stages = [build(m, i, count) for m, i in zip(self.modules, mine, strict=True)]
@@ -232,16 +233,18 @@ def not_finite() -> dict[str, Any]:
 
 
 def inference() -> dict[str, Any]:
-    """Shapes are inferred on uninitialised memory: layers remember no plan from it."""
-    layers = sp.L1(0.25, refresh_every=1000)
-    pipe = Pipe("1F1B", sketched(sp.L1(0.25)), layers)
-    memory = pipe.modules[0][0].memory
+    """Shapes are inferred on uninitialised memory: layers remember no atoms from it."""
+    pipe = Pipe("1F1B", sketched(sp.L1(0.25)), sp.L1(0.25), planner=sp.Every(1000))
+    planner = pipe.modules[0][0].sketching.planner
+    uses = lambda: sum(known.uses for known in planner._known.values())  # noqa: E731
     seen: list[int] = []
-    forget = memory.forget
-    memory.forget = lambda: (seen.append(memory._uses), forget())
+    forget = planner.forget
+    planner.forget = lambda: (seen.append(uses()), forget())
     pipe.step()
     pipe.step()
-    return {"forgot": seen, "uses": memory._uses, "finite": bool(memory._plan[0].isfinite().all())}
+    (known,) = planner._known.values()
+    finite = bool(known.atoms.probabilities.isfinite().all())
+    return {"forgot": seen, "uses": uses(), "finite": finite}
 
 
 def outcome(act: Callable[[], Any]) -> str:

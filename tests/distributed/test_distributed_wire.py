@@ -39,8 +39,7 @@ def test_the_other_end_gets_the_draw(sketch, dtype) -> None:
     out = torch.full_like(grad, 7.0)
     form.unpack(message, out)
     torch.manual_seed(3)
-    layout = {"layout": sketch.layout_of((6, 5))} if sketch.by_rows else {}
-    drawn = sketch(grad.reshape(30, 9), **layout)
+    drawn = sketch(sp.Vjp(grad.reshape(30, 9), samples=sketch.samples_of((6, 5))))
     assert torch.equal(out, drawn.dense().view_as(grad))
     assert abs(form.nbytes - drawn.nbytes) < 8 * 3  # only padding
 

@@ -7,17 +7,17 @@ import torch
 from torch import nn
 
 import sketchprop as sp
-from law_table import exact_gradients, layer, products
+from law_table import by_shape, exact_gradients, fixed, layer, products
+from sketchprop.core.cost import Size
 from sketchprop.meters.unbiased import TOLERANCE, check_unbiased
-from sketchprop.sketches import VCAS
 
 PAIRS = [
     sp.Split(input=sp.L1(0.3), weight=sp.ForwardRows(0.3)),
-    sp.Split(input=sp.L1(2), weight=sp.Rows(2, weights="gradient_input")),
+    sp.Split(input=sp.L1(2), weight=sp.Rows(2, by="gradient_input")),
     sp.Split(input=sp.Diagonal(0.5), weight=sp.L2(0.3, sampling="independent")),
     sp.Split(input=None, weight=sp.Rows(0.3)),
     sp.Split(input=sp.GradientSVD(1), weight=None),
-    sp.Split(input=sp.Rows(0.5), weight=sp.ForwardRows(0.4, weights="uniform")),
+    sp.Split(input=sp.Rows(0.5), weight=sp.ForwardRows(0.4, by="uniform")),
 ]
 
 
@@ -40,30 +40,33 @@ def test_in_a_model(sketch):
 def test_the_sides_are_those_of_the_two_sketches():
     G, W, X = layer(12, 6, 5)
     u = torch.rand(2).double()
+    in_turn = iter(u)
     one, two = sp.L1(2), sp.Rows(3)
-    drawn = sp.Split(input=one, weight=two)(G, W, u)
-    torch.testing.assert_close(drawn.input_grad(W), one(G, W, u[0]).input_grad(W))
-    torch.testing.assert_close(drawn.weight_grad(X), two(G, W, u[1]).weight_grad(X))
-    exact = sp.Split(input=None, weight=two)(G, W, u[1:])
+    vjp = sp.Vjp(G, W)
+    drawn = sp.Split(input=one, weight=two)(vjp, lambda p, shape: next(in_turn))
+    torch.testing.assert_close(drawn.input_grad(W), one(vjp, fixed(u[0])).input_grad(W))
+    torch.testing.assert_close(drawn.weight_grad(X), two(vjp, fixed(u[1])).weight_grad(X))
+    exact = sp.Split(input=None, weight=two)(vjp, fixed(u[1]))
     torch.testing.assert_close(exact.input_grad(W), G @ W)
 
 
 def test_the_op_gives_what_the_sketch_gives():
     G, W, X = layer(12, 6, 5)
     for sketch in PAIRS:
-        u = torch.rand(sketch.uniform_shape(G, W)).double()
+        u = by_shape()
         x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
-        y = sp.sketched_linear(x, w, None, sketch, u=u)
+        y = sp.sketched_linear(x, w, None, sketch, uniforms=u)
         got = torch.autograd.grad(y, (x, w), G)
-        wanted = products(sketch(G, W, u, X=X), W, X)[:2]
+        wanted = products(sketch(sp.Vjp(G, W, X), u), W, X)[:2]
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_compute_and_memory_together():
     sketch = sp.Split(input=sp.L1(0.1), weight=sp.ForwardRows(0.1))
-    assert sketch.product_flops(1000, 512, 512) == pytest.approx(0.1 * 4 * 1000 * 512**2, rel=0.01)
-    assert sketch.flops(1000, 512, 512) < 0.12 * 4 * 1000 * 512**2
+    cost = sketch.cost(Size(1000, 512, 512))
+    assert cost.products == pytest.approx(0.1 * 4 * 1000 * 512**2, rel=0.01)
+    assert cost.products < cost.total < 0.12 * 4 * 1000 * 512**2
     assert sketch.saved_share(1000) == pytest.approx(0.1)
     sizes = []
     x = torch.randn(100, 16, requires_grad=True)
@@ -82,7 +85,7 @@ def test_keeping_all_on_both_sides_is_exact():
     sketch = sp.Split(input=sp.L1(1.0), weight=sp.ForwardRows(1.0))
     assert sketch.keeps_all(12, 6, 5)
     assert not sp.Split(input=sp.L1(0.5), weight=None).keeps_all(12, 6, 5)
-    for a, b in zip(products(sketch(G, W, X=X), W, X), exact_gradients(G, W, X), strict=True):
+    for a, b in zip(products(sketch(sp.Vjp(G, W, X)), W, X), exact_gradients(G, W, X), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -114,6 +117,6 @@ def test_errors_say_what_to_type():
     with pytest.raises(ValueError, match="input=None"):
         sp.Split(input=sp.ForwardRows(0.1), weight=None)
     with pytest.raises(ValueError, match="looks at X in backward"):
-        sp.Split(input=sp.Rows(0.1, weights="gradient_input"), weight=sp.ForwardRows(0.1))
+        sp.Split(input=sp.Rows(0.1, by="gradient_input"), weight=sp.ForwardRows(0.1))
     with pytest.raises(TypeError, match="does not sketch a gradient"):
-        sp.Rows(0.1, then=VCAS(0.1))
+        sp.Rows(0.1, then=sp.Split(input=None, weight=sp.L1(0.1)))

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
-from breakpoints import expected, pieces
 from sketchprop.layers import SketchedMultiheadAttention
 from sketchprop.layers import attention as attention_module
 
@@ -185,47 +184,21 @@ def test_the_gradient_is_that_of_gated_projections(mode, kind, need_weights, mon
     ids=str,
 )
 def test_mean_of_every_gradient_is_exact(kind, sketch, monkeypatch):
-    """Over all pairs of pieces: the output projection's u, and the input projections' u.
-
-    The uniforms of several input projections may move together: nothing multiplies them.
-    """
+    """Over every draw of the output projection, and every draw of the inputs' that it leads to."""
     module = layer(batch_first=True)
     given = inputs(kind, batch_first=True)
     mine = sketched(module, sketch)
     wanted = gradients(module, given, need_weights=False)
-    seen = []
+    original = sp.sketched_linear
 
-    def run(out_u, in_u):
-        seen.clear()
-        original = sp.sketched_linear
-
-        def chosen(x, weight, bias, sketch, **options):
-            is_out = weight.data_ptr() == mine.out_proj.weight.data_ptr()
-            u = out_u if is_out else in_u
-            y = original(x, weight, bias, sketch, u=u)
-            y.register_hook(lambda G: seen.append((is_out, G, weight)))
-            return y
+    def run(uniforms):
+        def chosen(*arguments, **options):
+            return original(*arguments, **options, uniforms=uniforms)
 
         monkeypatch.setattr(attention_module, "sketched_linear", chosen)
         return gradients(mine, given, need_weights=False)
 
-    middle = torch.tensor(0.5, dtype=torch.float64)
-    run(middle, middle)
-    _, G, W = next(s for s in seen if s[0])
-    totals = [torch.zeros_like(w) for w in wanted]
-    for out_length, out_u in pieces(sketch, G.flatten(0, -2), W):
-        run(out_u, middle)
-        inner = [(G, W) for is_out, G, W in seen if not is_out]
-        points = {0.0, 1.0}
-        for G_in, W_in in inner:
-            edges = itertools.accumulate(n for n, _ in pieces(sketch, G_in.flatten(0, -2), W_in))
-            points.update(edges)
-        for low, high in itertools.pairwise(sorted(points)):
-            if high - low > 1e-14:
-                part = run(out_u, torch.tensor((low + high) / 2, dtype=torch.float64))
-                for total, g in zip(totals, part, strict=True):
-                    total.add_(g, alpha=out_length * (high - low))
-    for total, w in zip(totals, wanted, strict=True):
+    for total, w in zip(sp.expectation(run), wanted, strict=True):
         same(total, w, 1e-9)
 
 
@@ -387,13 +360,12 @@ def test_conv1d_of_transformers(sketch):
     G = torch.randn(2, 4, 7, dtype=torch.float64)
     leaves = [x, module.weight, module.bias]
     wanted = torch.autograd.grad(module(x), leaves, G)
-    W = module.weight.detach().mT
 
-    def run(u):
-        y = sp.sketched_linear(x, module.weight.mT, module.bias, sketch, u=u)
+    def run(uniforms):
+        y = sp.sketched_linear(x, module.weight.mT, module.bias, sketch, uniforms=uniforms)
         return torch.autograd.grad(y, leaves, G)
 
-    for mean, true in zip(expected(sketch, G.flatten(0, 1), W, run), wanted, strict=True):
+    for mean, true in zip(sp.expectation(run), wanted, strict=True):
         same(mean, true, 1e-10)
     assert torch.equal(mine(x), module(x))
     torch.manual_seed(3)
@@ -439,15 +411,11 @@ def test_a_stack_of_experts():
         exact = torch.einsum("etd,end->etn", x, weight) + bias[:, None]
         assert torch.allclose(y, exact)
         wanted = torch.autograd.grad(exact, (x, weight, bias), G)
-        for e in range(experts):
 
-            def run(u, e=e, sketch=sketch):
-                # The other experts hold still: their draw has no part in this one's gradient.
-                us = torch.full((experts,), 0.5, dtype=torch.float64)
-                us[e] = u
-                y = sp.sketched_linear(x, weight, bias, sketch, u=us)
-                return [g[e] for g in torch.autograd.grad(y, (x, weight, bias), G)]
+        def run(uniforms, sketch=sketch):
+            y = sp.sketched_linear(x, weight, bias, sketch, uniforms=uniforms)
+            return torch.autograd.grad(y, (x, weight, bias), G)
 
-            means = expected(sketch, G[e], weight[e], run)
-            for mean, true in zip(means, wanted, strict=True):
-                same(mean, true[e], 1e-10)
+        # The experts' uniforms may move together: nothing multiplies them.
+        for mean, true in zip(sp.expectation(run), wanted, strict=True):
+            same(mean, true, 1e-10)

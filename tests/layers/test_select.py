@@ -137,7 +137,7 @@ def test_summary_says_what_was_done_and_why_not():
     # 2 of 24 columns of q, k, v and 2 of 8 of the output: 3 : 1 in FLOPs
     assert layers["blocks.0.attn"].kept == pytest.approx(4 / 32)
     assert layers["blocks.0.attn"].flops == pytest.approx(4 / 32, abs=0.1)
-    assert "keeps all 8 atoms" in layers["mix"].note
+    assert "keeps everything at 1000 rows" in layers["mix"].note
     assert "groups=8" in layers["depthwise"].note
     assert "part of 'blocks.0.attn'" in layers["blocks.0.attn.out_proj"].note
     assert "subclass of nn.Linear" in layers["odd"].note

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
-from breakpoints import expected
+from law_table import by_shape, fixed
+from sketchprop.core.sampling import draw_uniforms
 from sketchprop.layers import SketchedConv1d, SketchedConv2d
 from sketchprop.ops import sketched_conv
 
@@ -46,8 +47,10 @@ class Shape:
     def exact(self, x, weight, bias):
         return CONV[len(self.kernel)](x, weight, bias, **dict(self.options))
 
-    def sketched(self, x, weight, bias, sketch, u=None):
-        return sketched_conv(x, weight, bias, sketch, u=u, **dict(self.options))
+    def sketched(self, x, weight, bias, sketch, uniforms=draw_uniforms, planner=None):
+        return sketched_conv(
+            x, weight, bias, sketch, uniforms=uniforms, planner=planner, **dict(self.options)
+        )
 
 
 def shape(kernel, spatial, *, channels_last=False, **options):
@@ -109,7 +112,7 @@ def rows(t):
 def gated(where, x, weight, bias, sketch, u):
     """The dense reference: torch's own backward of the masked, rescaled gradient."""
     y = where.exact(x, weight, bias).movedim(1, -1)
-    return sp.gate(y, sketch, weight=weight.flatten(1), u=u).movedim(-1, 1)
+    return sp.gate(y, sketch, weight=weight.flatten(1), uniforms=u).movedim(-1, 1)
 
 
 def close(actual, wanted, tolerance=1e-10):
@@ -123,17 +126,38 @@ def test_mean_of_every_gradient_is_exact(where, sketch):
     x, weight, bias, G = where.tensors()
     wanted = torch.autograd.grad(where.exact(x, weight, bias), (x, weight, bias), G)
 
-    def gradients(u):
-        return torch.autograd.grad(where.sketched(x, weight, bias, sketch, u), (x, weight, bias), G)
+    def gradients(uniforms):
+        y = where.sketched(x, weight, bias, sketch, uniforms)
+        return torch.autograd.grad(y, (x, weight, bias), G)
 
-    close(expected(sketch, rows(G), weight.flatten(1), gradients), wanted)
+    close(sp.expectation(gradients), wanted)
+
+
+PLANNERS = [sp.Fresh(rows=0.5), sp.Every(3), sp.Every(3, rows=0.5)]
+
+
+@every_shape
+@pytest.mark.parametrize("planner", PLANNERS, ids=str)
+def test_mean_is_exact_with_atoms_of_another_gradient(where, planner):
+    x, weight, bias, G = where.tensors()
+    wanted = torch.autograd.grad(where.exact(x, weight, bias), (x, weight, bias), G)
+    sketch = sp.L1(0.4, **OPTIONS)
+
+    def gradients(uniforms):
+        own = planner.anew()
+        y = where.sketched(x, weight, bias, sketch, fixed(0.5), own)
+        torch.autograd.grad(y, x, G.flip(1))  # what it remembers is of this one
+        y = where.sketched(x, weight, bias, sketch, uniforms, own)
+        return torch.autograd.grad(y, (x, weight, bias), G)
+
+    close(sp.expectation(gradients), wanted)
 
 
 @every_pair
 def test_reduced_backward_is_the_dense_one(where, sketch):
     x, weight, bias, G = where.tensors()
-    for _ in range(3):
-        u = torch.rand(sketch.uniform_shape(rows(G), weight.flatten(1)), dtype=torch.float64)
+    for seed in range(3):
+        u = by_shape(seed)
         y = where.sketched(x, weight, bias, sketch, u)
         wanted = torch.autograd.grad(gated(where, x, weight, bias, sketch, u), (x, weight, bias), G)
         assert torch.equal(y, where.exact(x, weight, bias))
@@ -144,10 +168,10 @@ def test_reduced_backward_is_the_dense_one(where, sketch):
 def test_element_masks_are_those_of_the_linear_layer(where):
     x, weight, bias, G = where.tensors()
     sketch = sp.ElementMask(0.5)
-    u = torch.rand(sketch.uniform_shape(rows(G), weight.flatten(1)), dtype=torch.float64)
+    u = by_shape()
     got = torch.autograd.grad(where.sketched(x, weight, bias, sketch, u), (x, weight, bias), G)
     seen = x[(..., *(slice(None, None, s) for s in _strides(where)))]
-    y = sp.sketched_linear(rows(seen), weight.flatten(1), bias, sketch, u=u)
+    y = sp.sketched_linear(rows(seen), weight.flatten(1), bias, sketch, uniforms=u)
     close(got, torch.autograd.grad(y, (x, weight, bias), rows(G)))
 
 
@@ -161,7 +185,7 @@ def _strides(where):
 def test_layouts_of_the_gradient_do_not_matter(where, sketch):
     """Contiguous, channels innermost, expanded, sliced: the same numbers."""
     x, weight, bias, G = where.tensors()
-    u = torch.tensor(0.37, dtype=torch.float64)
+    u = fixed(0.37)
 
     def gradients(G):
         return torch.autograd.grad(where.sketched(x, weight, bias, sketch, u), (x, weight, bias), G)
@@ -225,7 +249,7 @@ class Saved:
 @pytest.mark.parametrize("frozen", ["x", "weight", "x and weight"])
 def test_what_is_frozen_costs_nothing(where, frozen):
     x, weight, bias, G = where.tensors()
-    u = torch.tensor(0.37, dtype=torch.float64)
+    u = fixed(0.37)
     sketch = sp.L1(0.4)
     wanted = torch.autograd.grad(where.sketched(x, weight, bias, sketch, u), (x, weight, bias), G)
     leaves = {"x": x, "weight": weight, "bias": bias}
@@ -267,7 +291,7 @@ def test_a_second_backward_is_refused(where):
 @every_shape
 def test_unbatched_and_empty_inputs(where):
     x, weight, bias, G = where.tensors()
-    u = torch.tensor(0.6, dtype=torch.float64)
+    u = fixed(0.6)
     single = x.detach()[0].clone().requires_grad_()
     got = torch.autograd.grad(
         where.sketched(single, weight, bias, sp.L1(0.4), u), (single, weight, bias), G[0]
@@ -282,10 +306,10 @@ def test_unbatched_and_empty_inputs(where):
     assert torch.autograd.grad(empty.sum(), [weight])[0].eq(0).all()
 
 
-def test_your_own_column_sketch_needs_no_more_than_weights():
+def test_your_own_column_sketch_needs_no_more_than_importance():
     class LInf(sp.ColumnSketch):
-        def weights(self, G, W):
-            return G.abs().amax(-2).square()
+        def importance(self, vjp):
+            return vjp.G.abs().amax(-2).square()
 
     for where in (POINTWISE[1], KERNEL[1]):
         x, weight, bias, G = where.tensors()
@@ -295,14 +319,14 @@ def test_your_own_column_sketch_needs_no_more_than_weights():
             return torch.autograd.grad(where.sketched(*leaves, bias, sketch, u), leaves, G)
 
         wanted = torch.autograd.grad(where.exact(x, weight, bias), (x, weight), G)
-        close(expected(sketch, rows(G), weight.flatten(1), gradients), wanted)
+        close(sp.expectation(gradients), wanted)
 
 
 def test_a_large_gradient_is_scored_in_parts():
     """Above a megabyte the absolute sums are taken image by image: the same weights."""
     G = torch.randn(40, 32, 24, 24)
-    wanted = sp.L1(0.1).probabilities(rows(G))
-    got = sp.L1(0.1).probabilities(sp.L1(0.1).fold(G.flatten(2)))
+    wanted = sp.L1(0.1).atoms(sp.Vjp(rows(G))).probabilities
+    got = sp.L1(0.1).atoms(sp.Vjp(sp.L1(0.1).fold(G.flatten(2)))).probabilities
     assert torch.allclose(got, wanted, rtol=1e-5)
     half = sp.L1(0.1).fold(G.flatten(2).half())
     assert half.dtype == torch.float32

@@ -1,7 +1,7 @@
 """Rows drawn in forward: unbiased, and only r rows of X are saved."""
 
 import math
-from itertools import pairwise
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,100 +14,107 @@ from law_table import exact_gradients, layer, products
 from sketchprop.core.samples import Samples
 from sketchprop.meters.cost.memory import saved_bytes
 from sketchprop.meters.unbiased import TOLERANCE, check_unbiased
-from sketchprop.sketches import RowMemory
 from sketchprop.zoo import ViT
 
-WEIGHTS = ("uniform", "input", "running")
+RULES = {
+    "uniform": (sp.ForwardRows(4, by="uniform"), None),
+    "input": (sp.ForwardRows(4), None),
+    "running": (sp.ForwardRows(4), sp.RunningNorms()),
+}
+every_rule = pytest.mark.parametrize(("sketch", "planner"), RULES.values(), ids=RULES)
 
 
-def pieces(p):
-    sums = p.double().cumsum(0)
-    points = torch.cat([sums - sums.floor(), torch.tensor([0.0, 1.0]).double()]).sort().values
-    return [((low + high) / 2, high - low) for low, high in pairwise(points) if high > low]
-
-
-def run(x, weight, bias, sketch, G, u=None, memory=None):
-    y = sp.sketched_linear(x, weight, bias, sketch, u=u, memory=memory)
-    assert torch.equal(y, F.linear(x, weight, bias))
-    return torch.autograd.grad(y, (x, weight, bias), G)
+def own(planner):
+    return None if planner is None else planner.anew()
 
 
 @pytest.mark.parametrize("budget", [1, 0.3, 0.5])
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_unbiased_on_hard_layers(weights, budget):
-    for sampling in ("exact", "independent"):
-        report = check_unbiased(sp.ForwardRows(budget, weights=weights, sampling=sampling))
+@pytest.mark.parametrize("by", ["uniform", "input"])
+def test_unbiased_on_hard_layers(by, budget):
+    for sampling in ("fixed", "independent"):
+        report = check_unbiased(sp.ForwardRows(budget, by=by, sampling=sampling))
         assert max(e.error for e in report.entries) <= TOLERANCE, str(report)
 
 
 @pytest.mark.parametrize("shape", [(12, 4), (4, 3, 4), (2, 3, 2, 4)])
-@pytest.mark.parametrize("weights", WEIGHTS)
+@every_rule
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_the_op_is_unbiased_and_dx_and_db_are_exact(weights, shape, batch_first):
+def test_the_op_is_unbiased_and_dx_and_db_are_exact(sketch, planner, shape, batch_first):
     x = torch.randn(shape).double().requires_grad_()
     weight = torch.randn(5, 4).double().requires_grad_()
     bias = torch.randn(5).double().requires_grad_()
     G = torch.randn(*shape[:-1], 5).double()
     with torch.no_grad():
         x.view(12, 4)[3] = 0
-    sketch = sp.ForwardRows(4, weights=weights, batch_first=batch_first)
-    memory = RowMemory()
-    layout = sketch.layout_of(shape[:-1])
-    memory.update(G.reshape(12, 5) * torch.rand(12, 1).double(), layout)
+    sketch = replace(sketch, batch_first=batch_first)
+    samples = sketch.samples_of(shape[:-1])
     X, rows = x.detach().reshape(12, 4), G.reshape(12, 5)
-    roots = sketch._roots(X, layout, memory)
-    p = sp.optimal_probabilities(roots.square(), 4)
+    seen = sp.Vjp(rows * torch.rand(12, 1).double(), None, X, samples)
     true = exact_gradients(rows, weight.detach(), X)
-    mean = torch.zeros_like(weight)
-    for u, width in pieces(p):
-        fresh = RowMemory()
-        fresh._norms = memory._norms
-        dX, dW, db = run(x, weight, bias, sketch, G, u=u, memory=fresh)
+
+    def gradients(uniforms):
+        planner_now = own(planner)
+        if planner_now is not None:
+            planner_now.saw(seen)
+        y = sp.sketched_linear(
+            x, weight, bias, sketch, planner=planner_now, samples=samples, uniforms=uniforms
+        )
+        assert torch.equal(y, F.linear(x, weight, bias))
+        dX, dW, db = torch.autograd.grad(y, (x, weight, bias), G)
         torch.testing.assert_close(dX.reshape(12, 4), true[0])
         torch.testing.assert_close(db, true[2])
-        mean += width * dW
+        return (dW,)
+
+    (mean,) = sp.expectation(gradients)
     torch.testing.assert_close(mean, true[1], rtol=0, atol=1e-10)
 
 
 def test_the_running_norms_are_followed_with_a_floor():
-    layout, memory = Samples(1, 5, 3), RowMemory()
+    samples, planner, sketch = Samples(1, 5, 3), sp.RunningNorms(), sp.ForwardRows(2)
+    X = torch.ones(15, 2).double()
+
+    def probabilities(X=X, samples=samples):
+        vjp = sp.Vjp(X[:, :0], None, X, samples)
+        return planner.atoms(sketch, vjp).probabilities.view(samples.samples, samples.tokens)
+
     G = torch.ones(5, 3, 2).double()
     G[:, 1] *= 50
-    memory.update(G.view(15, 2), layout)
-    levels = memory.levels(torch.ones(15).double(), layout).view(5, 3)
-    assert (levels[:, 1] > 5 * levels[:, 0]).all()
-    assert (levels >= 0.1).all()
-    memory.update(torch.full((15, 2), math.nan), layout)
-    assert memory.levels(torch.ones(15).double(), layout).isfinite().all()
+    planner.saw(sp.Vjp(G.view(15, 2), None, X, samples))
+    p = probabilities()
+    assert (p[:, 1] > 5 * p[:, 0]).all()
+    assert (p >= 0.1 * 2 / 15).all()
+    planner.saw(sp.Vjp(torch.full((15, 2), math.nan), None, X, samples))
+    assert probabilities().isfinite().all()
     # Another length of the sequence: nothing is known.
-    assert (memory.levels(torch.ones(10).double(), Samples(1, 5, 2)) == 1).all()
+    torch.testing.assert_close(
+        probabilities(X[:10], Samples(1, 5, 2)), torch.full((5, 2), 0.2).double()
+    )
 
 
 def test_running_layers_remember_and_stay_unbiased():
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
-    sp.sketch_(model, sp.ForwardRows(0.4, weights="running"), sp.select.everything)
+    sp.sketch_(model, sp.ForwardRows(0.4), sp.select.everything, planner=sp.RunningNorms())
     x = torch.randn(5, 4, 6).double()
-    assert isinstance(model[0].memory, RowMemory)
-    report = check_unbiased(model, lambda m, x: m(x)[:, 0].square().mean(), x, draws=400)
+    planner = model[0].sketching.planner
+    assert isinstance(planner, sp.RunningNorms)
+    assert planner is not model[2].sketching.planner
+    report = check_unbiased(model, lambda: model(x)[:, 0].square().mean(), draws=400)
     assert report.ok, str(report)
-    assert model[0].memory._norms is None  # a check remembers nothing
-    model(x)[:, 0].square().mean().backward()
-    assert model[0].memory._norms.shape == (4,)
-    assert model[0].memory._norms[0] > model[0].memory._norms[1:].max()
-    assert not any("memory" in key for key in model.state_dict())
+    assert planner._norms.shape == (4,)
+    assert planner._norms[0] > planner._norms[1:].max()
+    assert set(model.state_dict()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     sp.unsketch_(model)
     assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@every_rule
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_repeats_the_draw(weights, reentrant):
+def test_checkpointing_repeats_the_draw(sketch, planner, reentrant):
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8)).double()
     x = torch.randn(10, 6).double().requires_grad_()
-    sp.sketch_(model, sp.ForwardRows(0.3, weights=weights), sp.select.everything)
 
     def grads(call):
-        sp.sketch_(model, sp.ForwardRows(0.3, weights=weights), sp.select.everything)
+        sp.sketch_(model, sketch, sp.select.everything, planner=planner)
         torch.manual_seed(1)
         call().square().sum().backward()
         got = [p.grad.clone() for p in model.parameters()]
@@ -142,15 +149,15 @@ def test_compiles_without_breaks_and_saves_the_rows_only():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_non_finite_gradient_is_never_hidden(weights, bad):
+@every_rule
+def test_a_non_finite_gradient_is_never_hidden(sketch, planner, bad):
     G, W, X = layer(12, 5, 4)
     G[7, 2] = bad
     for _ in range(10):
-        parts = products(sp.ForwardRows(2, weights=weights)(G, W, X=X), W, X)
+        parts = products(sketch(sp.Vjp(G, W, X)), W, X)
         assert all(not part.isfinite().all() for part in parts)
         x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
-        y = sp.sketched_linear(x, w, None, sp.ForwardRows(2, weights=weights))
+        y = sp.sketched_linear(x, w, None, sketch, planner=own(planner))
         assert all(not g.isfinite().all() for g in torch.autograd.grad(y, (x, w), G))
 
 
@@ -274,17 +281,21 @@ def test_a_model_is_checked_over_its_draws_in_forward():
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)).double()
     sp.sketch_(model, sp.ForwardRows(0.4))
     x = torch.randn(10, 6).double()
-    report = check_unbiased(model, lambda m, x: m(x).square().mean(), x, draws=400)
+    report = check_unbiased(model, lambda: model(x).square().mean(), draws=400)
     assert report.ok, str(report)
     assert max(e.z for e in report.entries) > 0.1
     dropping = nn.Sequential(model, nn.Dropout(0.5))
-    report = check_unbiased(dropping, lambda m, x: m(x).square().mean(), x, draws=400)
-    assert report.ok, str(report)
+    with pytest.raises(ValueError, match="set the dropout to 0"):
+        check_unbiased(dropping, lambda: dropping(x).square().mean())
 
 
 def test_errors_say_what_to_type():
-    with pytest.raises(ValueError, match="'running'"):
-        sp.ForwardRows(0.1, weights="gradient")
+    with pytest.raises(ValueError, match="'uniform'"):
+        sp.ForwardRows(0.1, by="gradient")
+    with pytest.raises(ValueError, match="RunningNorms serves rows drawn in forward"):
+        sp.sketch_(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), sp.L1(1), planner=sp.RunningNorms()
+        )
     with pytest.raises(TypeError, match="linear layers and attention only"):
         sp.sketched_conv(
             torch.randn(2, 3, 8, 8), torch.randn(4, 3, 1, 1), None, sp.ForwardRows(0.3)

@@ -1,12 +1,14 @@
 """The fast path is the gate is the dense product is the paper's pseudo-code, draw for draw."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
-from law_table import ATOMS, EXACT, SKETCHES, layer
+from law_table import ATOMS, FIXED, GATED, SKETCHES, by_shape, fixed, layer
 from linear_laws import (
     INPUTS,
     TOLERANCE,
@@ -20,12 +22,12 @@ from linear_laws import (
     leaf,
     parameters,
     rows_of,
-    uniforms,
 )
 from sketchprop import reference
+from sketchprop.core.cost import Size
 
 every_sketch = pytest.mark.parametrize("variant", SKETCHES, ids=str)
-every_gate = pytest.mark.parametrize("variant", ATOMS, ids=str)
+every_gate = pytest.mark.parametrize("variant", GATED, ids=str)
 
 
 # --- four ways to the same gradient ---
@@ -33,23 +35,25 @@ every_gate = pytest.mark.parametrize("variant", ATOMS, ids=str)
 
 @pytest.mark.parametrize("exact_bias", [True, False])
 @pytest.mark.parametrize("dims", INPUTS)
-@every_gate
+@pytest.mark.parametrize("variant", ATOMS, ids=str)
 def test_fast_path_is_gate_is_dense(variant, dims, exact_bias):
     weight, bias = parameters()
     x = leaf(torch.randn(INPUTS[dims], dtype=torch.float64))
     G = torch.randn(*INPUTS[dims][:-1], N, dtype=torch.float64)
     for budget in (1, 0.5):
-        sketch = variant.method(budget, **dict(variant.options), exact_bias=exact_bias)
-        u = uniforms(sketch, rows_of(G), weight)
-        quick = fast(x, weight, bias, sketch, G, u)
-        assert_same(quick, dense(x, weight, bias, sketch, G, u))
+        sketch = replace(variant(budget), exact_bias=exact_bias)
+        u = by_shape(3)
+        quick = fast(x, weight, bias, sketch, G, u, variant.new_planner())
+        assert_same(quick, dense(x, weight, bias, sketch, G, u, variant.new_planner()))
+        if exact_bias:
+            torch.testing.assert_close(quick[2], rows_of(G).sum(0))
+        if variant not in GATED:
+            continue
         slow = gated(x, weight, bias, sketch, G, u)
         assert_same(quick[:2], slow[:2])
         # The gate sits behind the whole layer: its bias gradient always comes from Ĝ.
         if not exact_bias:
             assert_same(quick[2:], slow[2:])
-        else:
-            torch.testing.assert_close(quick[2], rows_of(G).sum(0))
 
 
 @every_sketch
@@ -109,7 +113,7 @@ def test_fast_path_is_the_pseudo_code_of_the_paper(method, root, rank):
     for u in torch.rand(10, dtype=torch.float64):
         G_hat = (ROOTS if root else PSEUDO_CODE)[method](G, W, rank, float(u))
         expected = reference.masked_backward(G_hat, X, W)
-        assert_same(fast(x, weight, bias, sketch, G, u), expected, 1e-7)
+        assert_same(fast(x, weight, bias, sketch, G, fixed(u)), expected, 1e-7)
 
 
 @pytest.mark.parametrize("p", [0.3, 0.7])
@@ -123,11 +127,11 @@ def test_fast_path_is_the_pseudo_code_of_the_masks(p):
         sketch = method(p, sampling="independent", exact_bias=False)
         for u in torch.rand(8, atoms, dtype=torch.float64):
             expected = reference.masked_backward(mask(G, p, u < p), X, W)
-            assert_same(fast(x, weight, bias, sketch, G, u), expected)
+            assert_same(fast(x, weight, bias, sketch, G, fixed(u)), expected)
     sketch = sp.ElementMask(p, sampling="independent")
     for u in torch.rand(8, 6 + 7, 8, dtype=torch.float64):
         expected = reference.per_element_backward(G, X, W, p, u[:6] < p, u[6:] < p)
-        assert_same(fast(x, weight, bias, sketch, G, u), expected)
+        assert_same(fast(x, weight, bias, sketch, G, fixed(u)), expected)
 
 
 # --- shapes, strides, dtypes ---
@@ -147,7 +151,7 @@ def test_non_contiguous_inputs_and_gradients(variant):
     }
     for name, (x, grad) in strange.items():
         assert not (x.is_contiguous() and grad.is_contiguous()), name
-        u = uniforms(sketch, rows_of(grad), weight)
+        u = by_shape()
         got = fast(x.detach().requires_grad_(), weight, bias, sketch, grad, u)
         same = fast(leaf(x.contiguous()), weight, bias, sketch, grad.contiguous(), u)
         assert_same(got, same)
@@ -158,7 +162,7 @@ def test_a_weight_that_is_not_contiguous(variant):
     weight, bias = parameters()
     sketch = variant(0.5)
     x, G = leaf(torch.randn(B, D).double()), torch.randn(B, N).double()
-    u = uniforms(sketch, G, weight)
+    u = by_shape()
     turned = weight.detach().mT.contiguous().mT.requires_grad_()
     assert not turned.is_contiguous()
     assert_same(fast(x, turned, bias, sketch, G, u), fast(x, weight, bias, sketch, G, u))
@@ -171,7 +175,7 @@ def test_dtypes(variant, dtype):
     x, G = leaf(torch.randn(B, D, dtype=dtype)), torch.randn(B, N, dtype=dtype)
     for budget in (1, 0.5):
         sketch = variant(budget)
-        u = uniforms(sketch, G, weight)
+        u = by_shape()
         got = fast(x, weight, bias, sketch, G, u)
         assert [g.dtype for g in got] == [dtype] * 3
         # The same numbers in float64. Directions of near-equal strength may turn in lower
@@ -181,12 +185,12 @@ def test_dtypes(variant, dtype):
             expected = fast(*map(leaf, wide), sketch, G.double(), u)
             for a, b in zip(got, expected, strict=True):
                 assert (a.double() - b).norm() <= TOLERANCE[dtype] * b.norm()
-        if variant in ATOMS:
+        if variant in GATED:
             assert_same(got[:2], gated(x, weight, bias, sketch, G, u)[:2], TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("variant", EXACT, ids=str)
+@pytest.mark.parametrize("variant", [v for v in FIXED if not v.is_nested], ids=str)
 def test_means_in_every_dtype(variant, dtype):
     # A fine grid of u: the mean of the fast path is the exact gradient, to the dtype's rounding.
     weight, bias = parameters(dtype)
@@ -195,7 +199,7 @@ def test_means_in_every_dtype(variant, dtype):
     K = 200
     totals = [torch.zeros(t.shape, dtype=torch.float64) for t in (x, weight, bias)]
     for k in range(K):
-        u = torch.full(sketch.uniform_shape(G, weight), (k + 0.5) / K, dtype=torch.float64)
+        u = fixed((k + 0.5) / K)
         for total, grad in zip(totals, fast(x, weight, bias, sketch, G, u), strict=True):
             total.add_(grad.double() / K)
     truths = (G.double() @ weight.double(), G.double().mT @ x.double(), G.double().sum(0))
@@ -215,7 +219,7 @@ def test_a_batch_without_rows(variant, shape):
     assert not weight.grad.any()
     assert not bias.grad.any()
     z = leaf(torch.zeros(*shape[:-1], N))
-    if variant in ATOMS:
+    if variant in GATED:
         sp.gate(z, variant(0.5), weight=weight).sum().backward()
         assert z.grad.shape == z.shape
 
@@ -229,10 +233,10 @@ def test_only_what_is_wanted(variant, wants):
     weight, bias = parameters()
     X, G = torch.randn(B, D).double(), torch.randn(B, N).double()
     sketch = variant(0.5)
-    u = uniforms(sketch, G, weight)
+    u = by_shape()
     full = fast(leaf(X), weight, bias, sketch, G, u)
     tensors = [leaf(t, grad=k in wants) for k, t in zip("xwb", (X, weight, bias), strict=True)]
-    sp.sketched_linear(*tensors, sketch, u=u).backward(G)
+    sp.sketched_linear(*tensors, sketch, uniforms=u).backward(G)
     for tensor, expected in zip(tensors, full, strict=True):
         if tensor.requires_grad:
             torch.testing.assert_close(tensor.grad, expected, rtol=1e-12, atol=1e-12)
@@ -245,9 +249,11 @@ def test_without_a_bias(variant):
     weight, bias = parameters()
     X, G = torch.randn(B, D).double(), torch.randn(B, N).double()
     sketch = variant(0.5)
-    u = uniforms(sketch, G, weight)
+    u = by_shape()
     x = leaf(X)
-    got = torch.autograd.grad(sp.sketched_linear(x, weight, None, sketch, u=u), (x, weight), G)
+    got = torch.autograd.grad(
+        sp.sketched_linear(x, weight, None, sketch, uniforms=u), (x, weight), G
+    )
     assert_same(got, fast(leaf(X), weight, bias, sketch, G, u)[:2])
 
 
@@ -275,10 +281,12 @@ def holds(saved, tensor):
 def test_a_frozen_weight_saves_no_input(variant):
     weight, bias = parameters()
     x = leaf(torch.randn(B, D).double())
-    saved, _ = saved_by(lambda: sp.sketched_linear(x, weight.detach(), bias, variant(0.5)))
-    assert not holds(saved, x)
-    saved, _ = saved_by(lambda: sp.sketched_linear(x, weight, bias, variant(0.5)))
-    assert holds(saved, x)
+    sketch = variant(0.5)
+    drawn_in_forward = "G" not in sketch.sees or getattr(sketch, "forward", None) is not None
+    saved, _ = saved_by(lambda: sp.sketched_linear(x, weight.detach(), bias, sketch))
+    assert holds(saved, x) == ("X" in sketch.sees and "G" in sketch.sees)
+    saved, _ = saved_by(lambda: sp.sketched_linear(x, weight, bias, sketch))
+    assert holds(saved, x) == (not drawn_in_forward)
     assert holds(saved, weight)
 
 
@@ -319,15 +327,15 @@ def test_products_are_as_small_as_the_budget_says(budget):
     for method in (sp.ColumnMask, sp.L1, sp.L2, sp.Variance, sp.Diagonal, sp.SampleMask):
         sketch = method(budget)
         flops = backward_flops(sketch, B, n, d)
-        assert flops == sketch.product_flops(B, n, d)
+        assert flops == sketch.cost(Size(B, n, d)).products
         assert flops < 0.3 * 4 * B * n * d
     for method in (sp.GradientSVD, sp.RankConstrained):
-        # The products with W and X are thin; making the basis costs what planning_flops says.
+        # The products with W and X are thin; making the basis costs what its cost says.
         sketch = method(budget)
         r = sketch.rank(min(B, n))
         thin = 4 * r * d * (B + n) + 2 * r * B * n
         planned = backward_flops(sketch, B, n, d) - thin
-        assert planned <= sketch.planning_flops(B, n, d)
+        assert planned <= sketch.cost(Size(B, n, d)).scoring_products
 
 
 def test_products_of_a_stack_are_reduced_too():

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import sketchprop as sp
-from law_table import ATOMS, EXACT, SKETCHES
-from linear_laws import B, D, N, assert_same, fast, leaf, parameters, rows_of, uniforms
+from law_table import FIXED, GATED, SKETCHES, by_shape, of_member
+from linear_laws import B, D, N, assert_same, fast, leaf, parameters, rows_of
+from sketchprop.core.sampling import draw_uniforms
 
 every_sketch = pytest.mark.parametrize("variant", SKETCHES, ids=str)
 
@@ -33,15 +34,15 @@ def test_a_layer_used_twice_draws_twice():
     assert len(pairs) == 9
 
 
-@pytest.mark.parametrize("variant", EXACT, ids=str)
+@pytest.mark.parametrize("variant", FIXED, ids=str)
 def test_a_layer_used_twice_sums_its_gradients(variant):
     weight, bias = parameters()
     sketch = variant(0.5)
     x1, x2 = (leaf(torch.randn(B, D).double()) for _ in range(2))
     G1, G2 = (torch.randn(B, N).double() for _ in range(2))
-    u1, u2 = uniforms(sketch, G1, weight), uniforms(sketch, G2, weight)
-    y1 = sp.sketched_linear(x1, weight, bias, sketch, u=u1)
-    y2 = sp.sketched_linear(x2, weight, bias, sketch, u=u2)
+    u1, u2 = by_shape(1), by_shape(2)
+    y1 = sp.sketched_linear(x1, weight, bias, sketch, uniforms=u1)
+    y2 = sp.sketched_linear(x2, weight, bias, sketch, uniforms=u2)
     ((y1 * G1).sum() + (y2 * G2).sum()).backward()
     first, second = fast(x1, weight, bias, sketch, G1, u1), fast(x2, weight, bias, sketch, G2, u2)
     assert_same((x1.grad, x2.grad), (first[0], second[0]))
@@ -113,8 +114,8 @@ def test_two_models_in_one_process_do_not_know_each_other():
     for a, b in zip(alone, together, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     with sp.exact(first):
-        assert first[0].exact
-        assert not second[0].exact
+        assert first[0].sketching.exact
+        assert not second[0].sketching.exact
     sp.unsketch_(first)
     assert type(second[0]) is sp.SketchedLinear
     again = gradients(second, 2)
@@ -138,7 +139,7 @@ def test_the_draw_follows_the_default_generator():
     drawn = []
     for seed in (1, 1, 2, 3, 4):
         torch.manual_seed(seed)
-        drawn.append(fast(x, weight, bias, sp.ColumnMask(1), G, None)[1])
+        drawn.append(fast(x, weight, bias, sp.ColumnMask(1), G, draw_uniforms)[1])
     assert torch.equal(drawn[0], drawn[1])
     assert any(not torch.equal(drawn[0], other) for other in drawn[2:])
 
@@ -155,18 +156,19 @@ def test_a_stack_of_layers(variant, stack, lead):
     G = torch.randn(*stack, *lead, B, N).double()
     sketch = variant(0.5)
     rows = rows_of(G, len(stack))
-    u = uniforms(sketch, rows, weight)
-    y = sp.sketched_linear(x, weight, bias, sketch, u=u)
+    u = by_shape()
+    y = sp.sketched_linear(x, weight, bias, sketch, uniforms=u)
     got = torch.autograd.grad(y, (x, weight, bias), G)
     for member in [tuple(map(int, m)) for m in torch.ones(stack).nonzero()]:
         own = [leaf(t[member]) for t in (x, weight, bias)]
         torch.testing.assert_close(y[member], F.linear(*own))
-        alone = fast(*own, sketch, G[member], u[member])
+        alone = fast(*own, sketch, G[member], of_member(u, stack, member))
         assert_same([g[member] for g in got], alone)
-    if variant in ATOMS:
+    if variant in GATED:
         z = leaf(torch.randn(*stack, *lead, B, N).double())
-        sp.gate(z, sketch, weight=weight, u=u).backward(G)
-        expected = sketch(rows, weight, u).dense().view(G.shape)
+        sp.gate(z, sketch, weight=weight, uniforms=u).backward(G)
+        samples = sketch.samples_of((*lead, B))
+        expected = sketch(sp.Vjp(rows, weight, None, samples), u).dense().view(G.shape)
         torch.testing.assert_close(z.grad, expected)
 
 

@@ -58,7 +58,7 @@ def water_fill(roots: Tensor, rank: float) -> Tensor:
     sums = root.sort(dim=-1).values.cumsum(-1)
     candidates = math.ceil(rank)
     first = 1 + rank - candidates  # r - k for the largest k; 1 unless the rank is fractional
-    room = torch.arange(first, first + candidates, dtype=root.dtype, device=root.device)
+    room = torch.arange(candidates, dtype=root.dtype, device=root.device) + first
     level = (sums[..., n - candidates :] / room).amin(-1, keepdim=True)
     p = (root / level).clamp_(max=1.0)
     return torch.threshold_(p, tiny**0.75, 0.0)  # the stand-ins back to zero; NaN stays

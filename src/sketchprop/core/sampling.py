@@ -128,7 +128,7 @@ def systematic(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
     u = (u if u.dtype == sums.dtype else u.to(sums.dtype)).clamp(
         excess, excess.clamp(max=0) + (1 - step)
     )
-    points = torch.arange(grid, grid + rank, dtype=sums.dtype, device=sums.device)
+    points = torch.arange(rank, dtype=sums.dtype, device=sums.device) + grid
     points = (points + u).sub_(grid)
     # The clamp only matters for NaN probabilities: they must not index out of range.
     return torch.searchsorted(sums, points, right=True).clamp_(max=n - 1)

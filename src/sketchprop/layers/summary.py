@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from ..core.cost import Size
 from ..core.table import LAYER, Column, Table, as_text, words
@@ -120,7 +121,9 @@ def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: i
 def _shape(module: nn.Module) -> tuple[int, ...] | None:
     """The shape of the first weight with a matrix in it; ``None`` if the module has none."""
     for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.dim() > 1 and not name.startswith("bias"):
+        if parameter is None or isinstance(parameter, UninitializedParameter):
+            continue
+        if parameter.dim() > 1 and not name.startswith("bias"):
             return tuple(parameter.shape)
     return None
 

@@ -175,9 +175,13 @@ def _compact(
             rows = vjp.G if index is None else rows_for_weight(vjp.G, index)
             sides.append(Whole(rows))
         else:
-            serves = planner is not None and not planner.refusal(side)
-            sides.append(form.draw(side, vjp, planner if serves else None, uniforms))
+            sides.append(form.draw(side, vjp, serving(planner, side), uniforms))
     return TwoSided(sides[0], sides[1])
+
+
+def serving(planner: Planner | None, side: Sketch) -> Planner | None:
+    """The planner, where it can serve this side of a pair."""
+    return None if planner is None or planner.refusal(side) else planner
 
 
 def _sizes(vjp: Vjp) -> tuple[int, int, int]:
@@ -230,9 +234,10 @@ def autocast(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast would do to a layer's arguments, done outside of the Function."""
-    if not torch.is_autocast_enabled(x.device.type):
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return x, weight, bias
-    dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = torch.get_autocast_dtype(device)
 
     def cast(t: Tensor) -> Tensor:
         # Autocast leaves float64 alone.
@@ -242,8 +247,11 @@ def autocast(
 
 
 def records(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether autograd will want a gradient of one of them."""
-    if not torch.is_grad_enabled() or x.is_complex() or weight.is_complex():
+    """Whether autograd will want a gradient of one of them that can be sketched.
+
+    Complex and nested tensors are left exact.
+    """
+    if not torch.is_grad_enabled() or x.is_complex() or weight.is_complex() or x.is_nested:
         return False
     return x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 

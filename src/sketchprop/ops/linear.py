@@ -10,7 +10,7 @@ from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import Vjp
 from ..sketches import AnySketch, Planner, Sketch, Split
-from .backward import Form, Method, as_rows, autocast, records, sketched
+from .backward import Form, Method, as_rows, autocast, records, serving, sketched
 
 
 def sketched_linear(
@@ -73,7 +73,8 @@ def sketched_linear(
         X = as_rows(x.detach(), stack)
         vjp = Vjp(X[..., :0], None, X, samples)
         rule = pair.forward
-        atoms = rule.atoms(vjp) if planner is None else planner.atoms(rule, vjp)
+        plans = serving(planner, rule)
+        atoms = rule.atoms(vjp) if plans is None else plans.atoms(rule, vjp)
         assert isinstance(atoms, InputRowAtoms)
         kept = atoms.of_input(X, uniforms)
     return sketched(x, weight, bias, form, method, kept)

@@ -66,6 +66,9 @@ class Sketch(ABC):
         """How many of ``atoms`` are kept: an int for a fixed size, else the expected number."""
         if isinstance(self.budget, int):
             return min(self.budget, atoms)
+        # Makes torch.compile guard on the value: sizes that depend on a symbolic float cannot be
+        # saved for backward.
+        hash(self.budget)
         if self.sampling == "independent":
             return self.budget * atoms
         return max(1, round(self.budget * atoms))
