@@ -1,0 +1,153 @@
+"""Attention whose backward runs on kept queries."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core.samples import Samples
+from ..core.sampling import Uniforms, draw_uniforms
+from .attend import Attended, Attending, attend, attend_back, check_mask, mask_rows
+from .branch import returned
+from .kept import draw_each, keep, kept_count, row_norms
+
+
+def kept_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    queries: float | int = 0.4,
+    uniforms: Uniforms = draw_uniforms,
+) -> Tensor:
+    """``F.scaled_dot_product_attention``, with a backward that runs on ``queries`` of the tokens.
+
+    ``q: [N, H, T, d]``, ``k, v: [N, H, S, d]``, fewer heads with ``enable_gqa``. In backward the
+    same number of tokens is drawn in each sample, p_t ∝ ‖g_t‖ over all heads together; dQ has
+    only their rows, dK and dV are dense, from those queries times 1/p: the means are the exact
+    gradients. Where at most so many tokens of a sample have a gradient (because the layer behind
+    drew them, or the others are padding) they are all kept with p = 1 and nothing is added.
+    Cost of backward: ``queries`` times that of attention. A mask that wants a gradient itself
+    makes this the exact function.
+
+    >>> q, k, v = (torch.randn(2, 4, 10, 8, requires_grad=True) for _ in range(3))
+    >>> kept_attention(q, k, v, queries=0.3).sum().backward()
+    >>> (q.grad.abs().sum((1, 3)) > 0).sum(1).tolist()  # queries of each sample
+    [3, 3]
+    """
+    how = Attending(dropout_p, is_causal, scale)
+    check_heads(q, k, v, enable_gqa)
+    check_mask(attn_mask, q, k, how)
+    count = kept_count(queries, max(1, q.shape[-2]))
+    wanted = q.requires_grad or k.requires_grad or v.requires_grad
+    own = attn_mask is not None and attn_mask.requires_grad
+    if not wanted or not torch.is_grad_enabled() or own or count >= q.shape[-2] or not q.numel():
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return _KeptAttention.apply(q, k, v, attn_mask, how, count, uniforms)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
+    """Shapes that attention takes, or an error that says which."""
+    if q.is_nested or k.is_nested or v.is_nested:
+        raise TypeError(
+            "nested tensors have no rows to draw; pad them, and give attn_mask for the padding"
+        )
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(
+            f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; give "
+            "[samples, heads, tokens, head size], with heads of size 1 by q.unsqueeze(1)"
+        )
+    H, few = q.shape[1], k.shape[1]
+    fits = few == v.shape[1] and (H == few or (grouped and few and H % few == 0))
+    if not fits:
+        raise ValueError(
+            f"{H} query heads do not fit {few} key and {v.shape[1]} value heads; give equal "
+            "numbers, or with enable_gqa=True a multiple of those of k and v"
+        )
+
+
+class _KeptAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        how: Attending,
+        count: int,
+        uniforms: Uniforms,
+    ) -> Tensor:
+        attended = attend(q, k, v, mask, how)
+        ctx.how, ctx.count, ctx.uniforms = how, count, uniforms
+        ctx.save_for_backward(q, k, v, mask, *attended)
+        return attended.out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, *rest = ctx.saved_tensors
+        with torch.no_grad():
+            N, _, T, _ = q.shape
+            G = token_rows(grad)
+            samples = Samples(1, N, T)
+            index, scale = draw_each(row_norms(G), ctx.count, ctx.uniforms, samples)
+            slots = Slots.of(index, samples)
+            g = keep(G, index, scale).values
+            few = attended_rows(Attended(*rest), slots)
+            some = mask_rows(mask, slots.token, k.shape[-2], ctx.how)
+            heads = q.shape[1]
+            dq, dk, dv = attend_back(
+                slots.heads(g, heads),
+                slots.heads(token_rows(q).index_select(0, index), heads),
+                k, v, few, some, ctx.how,
+            )  # fmt: skip
+            dQ = torch.zeros(N * T, heads * q.shape[-1], dtype=dq.dtype, device=dq.device)
+            dQ.index_copy_(0, index, token_rows(dq))
+            dQ = dQ.view(N, T, heads, -1).transpose(1, 2)
+        return returned((dQ, dk, dv, None, None, None, None), grad, q, k, v)
+
+
+class Slots(NamedTuple):
+    """Kept queries, the same number in each sample: rows ``index[N·c]``, places ``token[N, c]``."""
+
+    index: Tensor
+    token: Tensor
+
+    @classmethod
+    def of(cls, index: Tensor, samples: Samples) -> Slots:
+        token = index.view(samples.samples, -1) % samples.tokens
+        return cls(index, token)
+
+    def heads(self, rows: Tensor, heads: int) -> Tensor:
+        """``[N·c, H·d]`` as ``[N, H, c, d]``."""
+        return rows.view(*self.token.shape, heads, -1).transpose(1, 2)
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """``[N, H, T, d]`` as rows ``[N·T, H·d]``: a view where tokens lie outside heads."""
+    N, H, T, d = x.shape
+    return x.transpose(1, 2).reshape(N * T, H * d)
+
+
+def attended_rows(attended: Attended, slots: Slots) -> Attended:
+    """What was attended, for the kept queries alone."""
+    out, logsumexp, dropped = attended
+    H = out.shape[1]
+    few = slots.heads(token_rows(out).index_select(0, slots.index), H)
+    if logsumexp is not None:
+        sums = token_rows(logsumexp.unsqueeze(-1)).index_select(0, slots.index)
+        logsumexp = slots.heads(sums, H).squeeze(-1)
+    if dropped is not None:
+        place = slots.token[:, None, :, None].expand(-1, H, -1, dropped.shape[-1])
+        dropped = dropped.gather(2, place)
+    return Attended(few, logsumexp, dropped)
