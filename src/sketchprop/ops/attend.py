@@ -46,8 +46,18 @@ class Attended(NamedTuple):
     dropped: Tensor | None = None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Attending) -> Attended:
-    """Attention of ``q: [N, H, T, ·]`` to ``k, v: [N, H or fewer, S, ·]``."""
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    how: Attending,
+    dropped: Tensor | None = None,
+) -> Attended:
+    """Attention of ``q: [N, H, T, ·]`` to ``k, v: [N, H or fewer, S, ·]``.
+
+    ``dropped``: the mask of an earlier dropout, to be used again.
+    """
     engine = how.engine(q, v)
     k, v = _as_many_heads(q, k), _as_many_heads(q, v)
     if engine == "flash":
@@ -62,7 +72,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Attending)
     P = _weights(q, k, added(causal(q, k) if how.is_causal else mask, q.dtype), how)
     if how.dropout_p == 0:
         return Attended(P @ v)
-    kept, dropped = torch.native_dropout(P, how.dropout_p, True)
+    if dropped is None:
+        kept, dropped = torch.native_dropout(P, how.dropout_p, True)
+    else:
+        kept = P * dropped * _rescale(how)
     return Attended(kept @ v, None, dropped)
 
 
@@ -110,7 +123,7 @@ def _formulas(
     dP = g @ v.mT
     kept = P
     if dropped is not None:
-        factor = dropped * (0.0 if how.dropout_p == 1 else 1 / (1 - how.dropout_p))
+        factor = dropped * _rescale(how)
         kept, dP = P * factor, dP * factor
     dS = P * (dP - (dP * P).sum(-1, keepdim=True)) * _scale(q, how)
     return dS @ k, dS.mT @ q, kept.mT @ g
@@ -127,6 +140,10 @@ def _weights(q: Tensor, k: Tensor, mask: Tensor | None, how: Attending) -> Tenso
 
 def _scale(q: Tensor, how: Attending) -> float:
     return 1 / math.sqrt(q.shape[-1]) if how.scale is None else how.scale
+
+
+def _rescale(how: Attending) -> float:
+    return 0.0 if how.dropout_p == 1 else 1 / (1 - how.dropout_p)
 
 
 def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -158,11 +175,10 @@ def mask_rows(mask: Tensor | None, token: Tensor, keys: int, how: Attending) -> 
     return mask.expand(N, -1, -1, -1).gather(2, place)
 
 
-def check_mask(mask: Tensor | None, q: Tensor, k: Tensor, how: Attending) -> None:
+def check_mask(mask: Tensor | None, shape: tuple[int, ...], how: Attending) -> None:
     """A mask that fits, or an error that says which would."""
     if mask is None:
         return
-    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if how.is_causal:
         raise ValueError(
             "attn_mask and is_causal=True exclude each other; put causality into the mask: "

@@ -45,7 +45,7 @@ def kept_attention(
     """
     how = Attending(dropout_p, is_causal, scale)
     check_heads(q, k, v, enable_gqa)
-    check_mask(attn_mask, q, k, how)
+    check_mask(attn_mask, (*q.shape[:-1], k.shape[-2]), how)
     count = kept_count(queries, max(1, q.shape[-2]))
     wanted = q.requires_grad or k.requires_grad or v.requires_grad
     own = attn_mask is not None and attn_mask.requires_grad
@@ -147,7 +147,12 @@ def attended_rows(attended: Attended, slots: Slots) -> Attended:
     if logsumexp is not None:
         sums = token_rows(logsumexp.unsqueeze(-1)).index_select(0, slots.index)
         logsumexp = slots.heads(sums, H).squeeze(-1)
-    if dropped is not None:
-        place = slots.token[:, None, :, None].expand(-1, H, -1, dropped.shape[-1])
-        dropped = dropped.gather(2, place)
-    return Attended(few, logsumexp, dropped)
+    return Attended(few, logsumexp, dropped_rows(dropped, slots))
+
+
+def dropped_rows(dropped: Tensor | None, slots: Slots) -> Tensor | None:
+    """The kept queries' rows of a mask ``[N, H, T, S]``."""
+    if dropped is None:
+        return None
+    place = slots.token[:, None, :, None]
+    return dropped.gather(2, place.expand(-1, dropped.shape[1], -1, dropped.shape[-1]))

@@ -69,11 +69,7 @@ def branch(
     >>> int((x.grad.abs().sum(-1) > 0).sum())  # tokens that this draw kept
     16
     """
-    if save not in SAVES:
-        raise ValueError(
-            f"save={save!r} is unknown; use save='activations' (fastest) or save='input' "
-            "(the memory of activation checkpointing)"
-        )
+    check_save(save)
     rows = x.numel() // max(1, x.shape[-1])
     rank = kept_count(budget, max(1, rows))
     known = _known(f)
@@ -243,6 +239,14 @@ def autocast_as(setting: tuple[str, torch.dtype] | None) -> torch.autocast:
     if setting is None:
         return torch.autocast("cpu", enabled=False)
     return torch.autocast(setting[0], dtype=setting[1], cache_enabled=False)
+
+
+def check_save(save: object) -> None:
+    if save not in SAVES:
+        raise ValueError(
+            f"save={save!r} is unknown; use save='activations' (fastest) or save='input' "
+            "(the memory of activation checkpointing)"
+        )
 
 
 def _known(f: object) -> RowWise | None:
