@@ -57,7 +57,8 @@ def branch(
 
     ``residual``: x + f(x), at the cost of one pass over the gradient less than adding it outside.
     ``parameters``: those that f uses, where f is a function; a module brings its own.
-    ``carry``: from an attention branch before this one in its block: one draw serves both.
+    ``carry``: from an attention branch before this one in its block: one draw serves both, and
+    the rows of f are drawn among its queries. So ``budget`` should be at most that of the queries.
     ``sample_dim``: the axis of samples, over which a draw is spread evenly; None: one sample.
     ``check``: try f on a few rows by themselves and refuse one that mixes rows. Functions made of
     plain torch layers are row-wise by construction and are not tried.
@@ -75,6 +76,11 @@ def branch(
     known = _known(f)
     P = known.parameters if known is not None else _parameters_of(f, parameters)
     wanted = x.requires_grad or any(p is not None and p.requires_grad for p in P)
+    if carry is not None and rank >= rows:
+        raise ValueError(
+            f"budget={budget!r} keeps all rows, so there is no draw to carry; leave out carry= "
+            "here and carry=True in attention_branch"
+        )
     if not wanted or not torch.is_grad_enabled() or rows == 0 or rank >= rows:
         y = (f if known is None else known)(x)
         return x + y if residual else y
@@ -142,7 +148,10 @@ class _Branch(torch.autograd.Function):
             wants = tuple(ctx.needs_input_grad[5:])
             dX, grads = pull(kept.values, ctx.needs_input_grad[0], wants)
             dx = None if dX is None else _scattered(ctx, dX, kept.index, grad, x)
-            grads = tuple(g if g is None or p is None else g.to(p.dtype) for g, p in zip(grads, P, strict=True))
+            grads = tuple(
+                g if g is None or p is None else g.to(p.dtype)
+                for g, p in zip(grads, P, strict=True)
+            )
         return returned((dx, *carried, None, None, *grads), grad, x)
 
 

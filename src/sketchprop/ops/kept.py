@@ -61,14 +61,18 @@ def row_norms(G: Tensor) -> Tensor:
     return norms
 
 
-def draw_batch(norms: Tensor, rank: int, uniforms: Uniforms, samples: Samples) -> tuple[Tensor, Tensor]:
+def draw_batch(
+    norms: Tensor, rank: int, uniforms: Uniforms, samples: Samples
+) -> tuple[Tensor, Tensor]:
     """``rank`` of all rows, p ∝ ``norms[B]``: their index and 1/p. O(B log B)."""
     p = water_fill(samples.sample_major(norms), rank)
     index, scale = draw(p, rank, uniforms=uniforms)
     return samples.row_of(index), scale
 
 
-def draw_each(norms: Tensor, rank: int, uniforms: Uniforms, samples: Samples) -> tuple[Tensor, Tensor]:
+def draw_each(
+    norms: Tensor, rank: int, uniforms: Uniforms, samples: Samples
+) -> tuple[Tensor, Tensor]:
     """``rank`` rows of each sample, p ∝ ``norms[B]`` within it: ``[samples · rank]``."""
     parts = samples.sample_major(norms).view(samples.samples, samples.tokens)
     index, scale = draw(water_fill(parts, rank), rank, uniforms=uniforms)

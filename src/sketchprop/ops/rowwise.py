@@ -79,9 +79,7 @@ class Linear:
         if needed:
             y = next(rows.kept) if rows.products else self._product(x, P)
 
-        def pull(
-            g: Tensor, wants_x: bool, wants: tuple[bool, ...]
-        ) -> tuple[Tensor | None, Grads]:
+        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
             W = P[0]
             assert W is not None
             dx = (g @ W.mT if self.transposed else g @ W) if wants_x else None
@@ -117,9 +115,7 @@ class LayerNorm:
         size = x.shape[-1:]
         y, mean, rstd = torch.native_layer_norm(x, size, P[0], P[1], self.eps)
 
-        def pull(
-            g: Tensor, wants_x: bool, wants: tuple[bool, ...]
-        ) -> tuple[Tensor | None, Grads]:
+        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
             mask = [wants_x, wants[0], wants[1]]
             dx, dw, db = _aten.native_layer_norm_backward(
                 g.to(x.dtype), x, size, mean, rstd, P[0], P[1], mask
@@ -151,9 +147,7 @@ class RMSNorm:
         unit = wide * rstd
         y = unit.to(x.dtype) if w is None else (unit * w).to(x.dtype)
 
-        def pull(
-            g: Tensor, wants_x: bool, wants: tuple[bool, ...]
-        ) -> tuple[Tensor | None, Grads]:
+        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
             g = g.to(wide.dtype)
             dw = (g * unit).sum(0) if wants[0] else None
             dx = None
@@ -184,9 +178,7 @@ class Activation:
         run, back = ACTIVATIONS[self.name]
         y = run(x)
 
-        def pull(
-            g: Tensor, wants_x: bool, wants: tuple[bool, ...]
-        ) -> tuple[Tensor | None, Grads]:
+        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
             return (back(g, x, y) if wants_x else None), ()
 
         return y, pull
@@ -213,9 +205,7 @@ class Dropout:
         scale = 0.0 if self.p == 1 else 1 / (1 - self.p)
         y = None if x is None else x * mask * scale
 
-        def pull(
-            g: Tensor, wants_x: bool, wants: tuple[bool, ...]
-        ) -> tuple[Tensor | None, Grads]:
+        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
             return (_aten.native_dropout_backward(g, mask, scale) if wants_x else None), ()
 
         return y, pull
@@ -239,9 +229,7 @@ class Scale:
         w = P[0]
         assert w is not None
 
-        def pull(
-            g: Tensor, wants_x: bool, wants: tuple[bool, ...]
-        ) -> tuple[Tensor | None, Grads]:
+        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
             dw = (g * x).sum(0).sum_to_size(w.shape) if wants[0] else None
             return (g * w if wants_x else None), (dw,)
 
@@ -263,9 +251,7 @@ class Times:
     def again(
         self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool
     ) -> tuple[Tensor | None, Pull]:
-        def pull(
-            g: Tensor, wants_x: bool, wants: tuple[bool, ...]
-        ) -> tuple[Tensor | None, Grads]:
+        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
             return (g * self.factor if wants_x else None), ()
 
         return (None if x is None else x * self.factor), pull
@@ -298,9 +284,7 @@ class Chain:
             x, pull_one = step.again(x, mine, rows, is_needed)
             pulls.append((pull_one, step.count))
 
-        def pull(
-            g: Tensor, wants_x: bool, wants: tuple[bool, ...]
-        ) -> tuple[Tensor | None, Grads]:
+        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
             grads: Grads = ()
             end = len(wants)
             dx: Tensor | None = g
@@ -354,9 +338,7 @@ class Product:
         b, pull_right = self.right.again(x, P[n:], rows, True)
         assert a is not None and b is not None
 
-        def pull(
-            g: Tensor, wants_x: bool, wants: tuple[bool, ...]
-        ) -> tuple[Tensor | None, Grads]:
+        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
             dx, first = pull_left(g * b, wants_x, wants[:n])
             other, second = pull_right(g * a, wants_x, wants[n:])
             return _sum(dx, other), (*first, *second)
@@ -392,9 +374,7 @@ class Sum:
         a, pull_left = self.left.again(x, P[:n], rows, needed)
         b, pull_right = self.right.again(x, P[n:], rows, needed)
 
-        def pull(
-            g: Tensor, wants_x: bool, wants: tuple[bool, ...]
-        ) -> tuple[Tensor | None, Grads]:
+        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
             dx, first = pull_left(g, wants_x, wants[:n])
             other, second = pull_right(g, wants_x, wants[n:])
             return _sum(dx, other), (*first, *second)

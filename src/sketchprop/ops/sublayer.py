@@ -127,9 +127,7 @@ def _exact(x: Tensor, mask: Tensor | None, plan: Plan, P: Parameters) -> Tensor:
 
 class _AttentionBranch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mask: Tensor | None, plan: Plan, *P: Tensor | None
-    ) -> Any:
+    def forward(ctx: Any, x: Tensor, mask: Tensor | None, plan: Plan, *P: Tensor | None) -> Any:
         before, _, after = _split(plan, P)
         tape = Tape(True)
         q, k, v = _project(plan.before.forward(x, before, tape, True), P, plan)
@@ -237,7 +235,9 @@ def _few(
         return Few(few, k, v, attended_rows(Attended(out, logsumexp, dropped), slots), some)
     normed = plan.before.forward(X, before, Tape(False), True)
     k, v = (
-        F.linear(normed, *pair).view(samples.samples, samples.tokens, heads.keys, -1).transpose(1, 2)
+        F.linear(normed, *pair)
+        .view(samples.samples, samples.tokens, heads.keys, -1)
+        .transpose(1, 2)
         for pair in weights[1:]
     )
     q = slots.heads(F.linear(normed.index_select(0, slots.index), *weights[0]), heads.queries)
@@ -346,8 +346,12 @@ def _check_projections(flat: Parameters, heads: Heads) -> None:
     W = flat[0]
     assert W is not None
     rows = [W.shape[0]] if heads.packed else [flat[i].shape[0] for i in (0, 2, 4)]  # type: ignore[union-attr]
-    fits = rows[0] % total == 0 if heads.packed else (
-        rows[0] % heads.queries == 0 and rows[1] % heads.keys == 0 and rows[2] % heads.keys == 0
+    fits = (
+        rows[0] % total == 0
+        if heads.packed
+        else (
+            rows[0] % heads.queries == 0 and rows[1] % heads.keys == 0 and rows[2] % heads.keys == 0
+        )
     )
     if not fits or heads.queries % heads.keys:
         raise ValueError(
