@@ -102,9 +102,9 @@ def attend_back(
         )  # fmt: skip
     elif engine == "again":
         with torch.enable_grad():
-            inputs = [t.detach().requires_grad_() for t in (q, wide_k, wide_v)]
-            out = F.scaled_dot_product_attention(*inputs, mask, scale=how.scale)
-            dq, dk, dv = torch.autograd.grad(out, inputs, g)
+            q, wide_k, wide_v = (t.detach().requires_grad_() for t in (q, wide_k, wide_v))
+            out = F.scaled_dot_product_attention(q, wide_k, wide_v, mask, scale=how.scale)
+            dq, dk, dv = torch.autograd.grad(out, (q, wide_k, wide_v), g)
     else:
         dq, dk, dv = _formulas(g, q, wide_k, wide_v, attended.dropped, mask, how)
     return dq, _as_few_heads(dk, heads), _as_few_heads(dv, heads)
@@ -201,4 +201,4 @@ def _as_many_heads(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _as_few_heads(dk: Tensor, heads: int) -> Tensor:
-    return dk if dk.shape[1] == heads else dk.unflatten(1, (heads, -1)).sum(2)
+    return dk if dk.shape[1] == heads else dk.view(dk.shape[0], heads, -1, *dk.shape[2:]).sum(2)

@@ -68,7 +68,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
             "[samples, heads, tokens, head size], with heads of size 1 by q.unsqueeze(1)"
         )
     H, few = q.shape[1], k.shape[1]
-    fits = few == v.shape[1] and (H == few or (grouped and few and H % few == 0))
+    fits = few == v.shape[1] and (few == H or (grouped and few and H % few == 0))
     if not fits:
         raise ValueError(
             f"{H} query heads do not fit {few} key and {v.shape[1]} value heads; give equal "
@@ -118,15 +118,14 @@ class _KeptAttention(torch.autograd.Function):
 
 
 class Slots(NamedTuple):
-    """Kept queries, the same number in each sample: rows ``index[N·c]``, places ``token[N, c]``."""
+    """Kept queries, the same number in each sample: ``rows[N·c]``, places ``token[N, c]``."""
 
-    index: Tensor
+    rows: Tensor
     token: Tensor
 
     @classmethod
-    def of(cls, index: Tensor, samples: Samples) -> Slots:
-        token = index.view(samples.samples, -1) % samples.tokens
-        return cls(index, token)
+    def of(cls, rows: Tensor, samples: Samples) -> Slots:
+        return cls(rows, rows.view(samples.samples, -1) % samples.tokens)
 
     def heads(self, rows: Tensor, heads: int) -> Tensor:
         """``[N·c, H·d]`` as ``[N, H, c, d]``."""
@@ -143,9 +142,9 @@ def attended_rows(attended: Attended, slots: Slots) -> Attended:
     """What was attended, for the kept queries alone."""
     out, logsumexp, dropped = attended
     H = out.shape[1]
-    few = slots.heads(token_rows(out).index_select(0, slots.index), H)
+    few = slots.heads(token_rows(out).index_select(0, slots.rows), H)
     if logsumexp is not None:
-        sums = token_rows(logsumexp.unsqueeze(-1)).index_select(0, slots.index)
+        sums = token_rows(logsumexp.unsqueeze(-1)).index_select(0, slots.rows)
         logsumexp = slots.heads(sums, H).squeeze(-1)
     return Attended(few, logsumexp, dropped_rows(dropped, slots))
 

@@ -13,7 +13,7 @@ from ..core.sampling import Uniforms, draw_uniforms
 from .kept import Carry, Kept, draw_batch, draw_each, keep, keep_among, kept_count, row_norms
 from .linear import refuse_second_backward
 from .replayed import check_rows, recorded, replayed
-from .rowwise import Chain, KeptTape, Parameters, Tape, read
+from .rowwise import Chain, Grads, KeptTape, Parameters, Tape, Wants, read
 
 SAVES = ("activations", "input")
 
@@ -29,7 +29,7 @@ class RowWise(NamedTuple):
 
 
 def branch(
-    f: nn.Module | RowWise | Callable[[Tensor], Tensor],
+    f: Callable[[Tensor], Tensor],
     x: Tensor,
     budget: float | int,
     *,
@@ -43,7 +43,7 @@ def branch(
 ) -> Tensor:
     """``f(x)``, with a backward that runs on ``budget`` of the rows of x: [*, d].
 
-    f must be row-wise: every token by itself (norms, linear layers, activations, dropout, gates).
+    f, a module, a ``RowWise`` or a function, must be row-wise: every token by itself (norms, linear layers, activations, dropout, gates).
     In backward r rows of the output's gradient are drawn over the whole batch, p_b ∝ ‖g_b‖, and
     f's vjp runs on those alone:
 
@@ -139,24 +139,21 @@ class _Branch(torch.autograd.Function):
         with torch.no_grad(), autocast_as(ctx.autocast):
             G = grad.reshape(-1, grad.shape[-1])
             kept, carried = _draw(ctx, G)
-            X = x.reshape(-1, x.shape[-1]).index_select(0, kept.index)
+            X = x.reshape(-1, x.shape[-1]).index_select(0, kept.rows)
             tape = KeptTape(
                 ctx.settings.save == "activations",
-                iter([t.index_select(0, kept.index) for t in tensors]),
+                iter([t.index_select(0, kept.rows) for t in tensors]),
             )
             _, pull = ctx.chain.again(X, P, tape, False)
-            wants = tuple(ctx.needs_input_grad[5:])
-            dX, grads = pull(kept.values, ctx.needs_input_grad[0], wants)
-            dx = None if dX is None else _scattered(ctx, dX, kept.index, grad, x)
-            grads = tuple(
-                g if g is None or p is None else g.to(p.dtype)
-                for g, p in zip(grads, P, strict=True)
-            )
+            needs = ctx.needs_input_grad
+            dX, grads = pull(kept.values, (needs[0], *needs[5:]))
+            dx = None if dX is None else _scattered(ctx, dX, kept.rows, grad, x)
+            grads = as_wanted(grads, P, needs[5:])
         return returned((dx, *carried, None, None, *grads), grad, x)
 
 
 class _Replayed(torch.autograd.Function):
-    """Any row-wise function: it is run again on the kept rows, with the saved results of products."""
+    """Any row-wise function: run again on the kept rows, with the saved results of products."""
 
     @staticmethod
     def forward(
@@ -181,8 +178,8 @@ class _Replayed(torch.autograd.Function):
         tensors, P = rest[: ctx.kept], rest[ctx.kept :]
         with torch.no_grad(), autocast_as(ctx.autocast):
             kept, carried = _draw(ctx, grad.reshape(-1, grad.shape[-1]))
-            X = x.reshape(-1, x.shape[-1]).index_select(0, kept.index)
-            parts = [t.index_select(0, kept.index) for t in tensors]
+            X = x.reshape(-1, x.shape[-1]).index_select(0, kept.rows)
+            parts = [t.index_select(0, kept.rows) for t in tensors]
             wants = [p for p, w in zip(P, ctx.needs_input_grad[5:], strict=True) if w]
             X.requires_grad_(ctx.needs_input_grad[0])
             products = ctx.settings.save == "activations"
@@ -192,9 +189,9 @@ class _Replayed(torch.autograd.Function):
                 found = torch.autograd.grad(Y, inputs, kept.values, allow_unused=True)
             dx = None
             if X.requires_grad:
-                first, *found = found
-                if first is not None:
-                    dx = _scattered(ctx, first, kept.index, grad, x)
+                if found[0] is not None:
+                    dx = _scattered(ctx, found[0], kept.rows, grad, x)
+                found = found[1:]
             left = iter(found)
             grads = [next(left) if w else None for w in ctx.needs_input_grad[5:]]
         return returned((dx, *carried, None, None, *grads), grad, x)
@@ -228,6 +225,14 @@ def _scattered(ctx: Any, dX: Tensor, index: Tensor, grad: Tensor, x: Tensor) -> 
     rows = x.numel() // x.shape[-1]
     zeros = torch.zeros(rows, x.shape[-1], dtype=x.dtype, device=x.device)
     return zeros.index_copy_(0, index, dX.to(x.dtype)).view(x.shape)
+
+
+def as_wanted(grads: Grads, P: Parameters, wants: Wants) -> Grads:
+    """Gradients in the dtype of their parameters, ``None`` where not wanted."""
+    return tuple(
+        g.to(p.dtype) if want and g is not None and p is not None else None
+        for g, p, want in zip(grads, P, wants, strict=True)
+    )
 
 
 def returned(grads: tuple[Tensor | None, ...], *inputs: Tensor) -> tuple[Tensor | None, ...]:

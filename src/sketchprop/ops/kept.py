@@ -24,20 +24,20 @@ from ..core.sampling import Uniforms, draw
 
 
 class Kept(NamedTuple):
-    """Rows ``index[r]`` and the compact gradient ``values[r, n]`` at them, 1/p included."""
+    """The kept ``rows[r]`` and the compact gradient ``values[r, n]`` at them, 1/p included."""
 
-    index: Tensor
+    rows: Tensor
     values: Tensor
 
 
 class Carry(NamedTuple):
-    """Two tensors whose gradients are a draw: ``correction[R, n]`` and, in float64, ``index[R]``.
+    """Two tensors whose gradients are a draw: ``correction[R, n]`` and, in float64, ``rows[R]``.
 
     ``attention_branch`` makes one, ``branch`` above it takes it.
     """
 
     correction: Tensor
-    index: Tensor
+    rows: Tensor
 
     @classmethod
     def empty(cls, rows: int, like: Tensor) -> Carry:
@@ -61,18 +61,18 @@ def row_norms(G: Tensor) -> Tensor:
     return norms
 
 
-def draw_batch(
-    norms: Tensor, rank: int, uniforms: Uniforms, samples: Samples
-) -> tuple[Tensor, Tensor]:
+Drawn = tuple[Tensor, Tensor]
+"""Rows, and 1/p of each."""
+
+
+def draw_batch(norms: Tensor, rank: int, uniforms: Uniforms, samples: Samples) -> Drawn:
     """``rank`` of all rows, p ∝ ``norms[B]``: their index and 1/p. O(B log B)."""
     p = water_fill(samples.sample_major(norms), rank)
     index, scale = draw(p, rank, uniforms=uniforms)
     return samples.row_of(index), scale
 
 
-def draw_each(
-    norms: Tensor, rank: int, uniforms: Uniforms, samples: Samples
-) -> tuple[Tensor, Tensor]:
+def draw_each(norms: Tensor, rank: int, uniforms: Uniforms, samples: Samples) -> Drawn:
     """``rank`` rows of each sample, p ∝ ``norms[B]`` within it: ``[samples · rank]``."""
     parts = samples.sample_major(norms).view(samples.samples, samples.tokens)
     index, scale = draw(water_fill(parts, rank), rank, uniforms=uniforms)
@@ -87,9 +87,9 @@ def keep(G: Tensor, index: Tensor, scale: Tensor) -> Kept:
 
 def keep_among(kept: Kept, rank: int, uniforms: Uniforms) -> Kept:
     """``rank`` of the kept rows, drawn once more, p ∝ the norms of what they hold now."""
-    if rank >= kept.index.shape[0]:
+    if rank >= kept.rows.shape[0]:
         return kept
     p = water_fill(row_norms(kept.values), rank)
     place, scale = draw(p, rank, uniforms=uniforms)
     values = scaled(kept.values.index_select(0, place), scale.unsqueeze(-1))
-    return Kept(kept.index.index_select(0, place), values)
+    return Kept(kept.rows.index_select(0, place), values)

@@ -54,14 +54,14 @@ class _ResidualNorm(torch.autograd.Function):
         with torch.no_grad(), autocast_as(ctx.autocast):
             S = s.reshape(-1, s.shape[-1])
             _, pull = ctx.chain.again(S, tuple(P), KeptTape(False, iter(())), True)
-            wants = tuple(ctx.needs_input_grad[5:])
-            dS, grads = pull(grad.reshape(-1, grad.shape[-1]), True, wants)
+            wants = (True, *ctx.needs_input_grad[5:])
+            dS, grads = pull(grad.reshape(-1, grad.shape[-1]), wants)
             assert dS is not None
             ds = dS.view(s.shape)
             if correction is not None and index is not None:
                 rows = S.index_select(0, index.to(torch.int64))
                 _, pull = ctx.chain.again(rows, tuple(P), KeptTape(False, iter(())), True)
-                correction, _ = pull(correction, True, (False,) * count)
+                correction, _ = pull(correction, (True,) + (False,) * count)
                 assert correction is not None
                 correction = correction.to(third)
         return returned((ds.to(first), ds.to(second), correction, index, None, *grads), grad, s)

@@ -22,8 +22,12 @@ from torch import Tensor, nn
 
 Parameters = tuple[Tensor | None, ...]
 Grads = tuple[Tensor | None, ...]
-Pull = Callable[[Tensor, bool, tuple[bool, ...]], tuple[Tensor | None, Grads]]
-"""``pull(g, wants_x, wants)``: dx and the gradients of the parameters, where wanted."""
+Wants = tuple[bool, ...]
+"""Whether dx is wanted, and then for each parameter whether its gradient is."""
+Pulled = tuple[Tensor | None, Grads]
+Pull = Callable[[Tensor, Wants], Pulled]
+"""``pull(g, wants)``: dx, and the gradients of the parameters."""
+Again = tuple[Tensor | None, Pull]
 
 _aten = torch.ops.aten
 
@@ -51,9 +55,7 @@ class Step(Protocol):
     @property
     def reads(self) -> bool: ...
     def forward(self, x: Tensor, P: Parameters, tape: Tape, needed: bool) -> Tensor: ...
-    def again(
-        self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool
-    ) -> tuple[Tensor | None, Pull]: ...
+    def again(self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool) -> Again: ...
 
 
 @dataclass(frozen=True)
@@ -71,22 +73,20 @@ class Linear:
             tape.kept.append(y)
         return y
 
-    def again(
-        self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool
-    ) -> tuple[Tensor | None, Pull]:
+    def again(self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool) -> Again:
         assert x is not None
         y = None
         if needed:
             y = next(rows.kept) if rows.products else self._product(x, P)
 
-        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
+        def pull(g: Tensor, wants: Wants) -> Pulled:
             W = P[0]
             assert W is not None
-            dx = (g @ W.mT if self.transposed else g @ W) if wants_x else None
+            dx = (g @ W.mT if self.transposed else g @ W) if wants[0] else None
             dW = None
-            if wants[0]:
+            if wants[1]:
                 dW = x.mT @ g if self.transposed else g.mT @ x
-            return dx, (dW, g.sum(0) if wants[1] else None)
+            return dx, (dW, g.sum(0) if wants[2] else None)
 
         return y, pull
 
@@ -108,19 +108,16 @@ class LayerNorm:
     def forward(self, x: Tensor, P: Parameters, tape: Tape, needed: bool) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], P[0], P[1], self.eps)
 
-    def again(
-        self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool
-    ) -> tuple[Tensor | None, Pull]:
+    def again(self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool) -> Again:
         assert x is not None
         size = x.shape[-1:]
         y, mean, rstd = torch.native_layer_norm(x, size, P[0], P[1], self.eps)
 
-        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
-            mask = [wants_x, wants[0], wants[1]]
+        def pull(g: Tensor, wants: Wants) -> Pulled:
             dx, dw, db = _aten.native_layer_norm_backward(
-                g.to(x.dtype), x, size, mean, rstd, P[0], P[1], mask
+                g.to(x.dtype), x, size, mean, rstd, P[0], P[1], list(wants)
             )
-            return dx, (dw if wants[0] else None, db if wants[1] else None)
+            return dx, (dw if wants[1] else None, db if wants[2] else None)
 
         return y, pull
 
@@ -137,9 +134,7 @@ class RMSNorm:
     def forward(self, x: Tensor, P: Parameters, tape: Tape, needed: bool) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], P[0], self.eps)
 
-    def again(
-        self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool
-    ) -> tuple[Tensor | None, Pull]:
+    def again(self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool) -> Again:
         assert x is not None
         w = P[0]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -147,11 +142,11 @@ class RMSNorm:
         unit = wide * rstd
         y = unit.to(x.dtype) if w is None else (unit * w).to(x.dtype)
 
-        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
+        def pull(g: Tensor, wants: Wants) -> Pulled:
             g = g.to(wide.dtype)
-            dw = (g * unit).sum(0) if wants[0] else None
+            dw = (g * unit).sum(0) if wants[1] else None
             dx = None
-            if wants_x:
+            if wants[0]:
                 s = g if w is None else g * w
                 dx = (rstd * (s - unit * (s * unit).mean(-1, keepdim=True))).to(x.dtype)
             return dx, (dw,)
@@ -171,15 +166,13 @@ class Activation:
     def forward(self, x: Tensor, P: Parameters, tape: Tape, needed: bool) -> Tensor:
         return ACTIVATIONS[self.name][0](x)
 
-    def again(
-        self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool
-    ) -> tuple[Tensor | None, Pull]:
+    def again(self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool) -> Again:
         assert x is not None
         run, back = ACTIVATIONS[self.name]
         y = run(x)
 
-        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
-            return (back(g, x, y) if wants_x else None), ()
+        def pull(g: Tensor, wants: Wants) -> Pulled:
+            return (back(g, x, y) if wants[0] else None), ()
 
         return y, pull
 
@@ -198,15 +191,13 @@ class Dropout:
         tape.kept.append(mask)
         return y
 
-    def again(
-        self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool
-    ) -> tuple[Tensor | None, Pull]:
+    def again(self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool) -> Again:
         mask = next(rows.kept)
         scale = 0.0 if self.p == 1 else 1 / (1 - self.p)
         y = None if x is None else x * mask * scale
 
-        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
-            return (_aten.native_dropout_backward(g, mask, scale) if wants_x else None), ()
+        def pull(g: Tensor, wants: Wants) -> Pulled:
+            return (_aten.native_dropout_backward(g, mask, scale) if wants[0] else None), ()
 
         return y, pull
 
@@ -222,16 +213,14 @@ class Scale:
         assert P[0] is not None
         return x * P[0]
 
-    def again(
-        self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool
-    ) -> tuple[Tensor | None, Pull]:
+    def again(self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool) -> Again:
         assert x is not None
         w = P[0]
         assert w is not None
 
-        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
-            dw = (g * x).sum(0).sum_to_size(w.shape) if wants[0] else None
-            return (g * w if wants_x else None), (dw,)
+        def pull(g: Tensor, wants: Wants) -> Pulled:
+            dw = (g * x).sum(0).sum_to_size(w.shape) if wants[1] else None
+            return (g * w if wants[0] else None), (dw,)
 
         return x * w, pull
 
@@ -248,11 +237,9 @@ class Times:
     def forward(self, x: Tensor, P: Parameters, tape: Tape, needed: bool) -> Tensor:
         return x * self.factor
 
-    def again(
-        self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool
-    ) -> tuple[Tensor | None, Pull]:
-        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
-            return (g * self.factor if wants_x else None), ()
+    def again(self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool) -> Again:
+        def pull(g: Tensor, wants: Wants) -> Pulled:
+            return (g * self.factor if wants[0] else None), ()
 
         return (None if x is None else x * self.factor), pull
 
@@ -276,29 +263,26 @@ class Chain:
             x = step.forward(x, mine, tape, is_needed)
         return x
 
-    def again(
-        self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool
-    ) -> tuple[Tensor | None, Pull]:
+    def again(self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool) -> Again:
         pulls: list[tuple[Pull, int]] = []
         for step, mine, is_needed in self._parts(P, needed):
             x, pull_one = step.again(x, mine, rows, is_needed)
             pulls.append((pull_one, step.count))
 
-        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
+        def pull(g: Tensor, wants: Wants) -> Pulled:
             grads: Grads = ()
             end = len(wants)
-            dx: Tensor | None = g
             for i in reversed(range(len(pulls))):
                 pull_one, count = pulls[i]
                 start = end - count
-                below = wants_x or any(wants[:start])
-                assert dx is not None
-                dx, own = pull_one(dx, below, wants[start:end])
+                below = any(wants[:start])
+                dx, own = pull_one(g, (below, *wants[start:end]))
                 grads = (*own, *grads)
                 end = start
-                if not below:
-                    return None, ((None,) * start + grads)
-            return dx, grads
+                if dx is None or not below:
+                    return None, ((None,) * (start - 1) + grads)
+                g = dx
+            return g, grads
 
         return x, pull
 
@@ -330,17 +314,16 @@ class Product:
         n = self.left.count
         return self.left.forward(x, P[:n], tape, True) * self.right.forward(x, P[n:], tape, True)
 
-    def again(
-        self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool
-    ) -> tuple[Tensor | None, Pull]:
+    def again(self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool) -> Again:
         n = self.left.count
         a, pull_left = self.left.again(x, P[:n], rows, True)
         b, pull_right = self.right.again(x, P[n:], rows, True)
-        assert a is not None and b is not None
+        assert a is not None
+        assert b is not None
 
-        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
-            dx, first = pull_left(g * b, wants_x, wants[:n])
-            other, second = pull_right(g * a, wants_x, wants[n:])
+        def pull(g: Tensor, wants: Wants) -> Pulled:
+            dx, first = pull_left(g * b, wants[: 1 + n])
+            other, second = pull_right(g * a, (wants[0], *wants[1 + n :]))
             return _sum(dx, other), (*first, *second)
 
         return a * b, pull
@@ -367,16 +350,14 @@ class Sum:
             x, P[n:], tape, needed
         )
 
-    def again(
-        self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool
-    ) -> tuple[Tensor | None, Pull]:
+    def again(self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool) -> Again:
         n = self.left.count
         a, pull_left = self.left.again(x, P[:n], rows, needed)
         b, pull_right = self.right.again(x, P[n:], rows, needed)
 
-        def pull(g: Tensor, wants_x: bool, wants: tuple[bool, ...]) -> tuple[Tensor | None, Grads]:
-            dx, first = pull_left(g, wants_x, wants[:n])
-            other, second = pull_right(g, wants_x, wants[n:])
+        def pull(g: Tensor, wants: Wants) -> Pulled:
+            dx, first = pull_left(g, wants[: 1 + n])
+            other, second = pull_right(g, (wants[0], *wants[1 + n :]))
             return _sum(dx, other), (*first, *second)
 
         return (a + b if a is not None and b is not None else None), pull
@@ -425,21 +406,24 @@ def read(module: nn.Module) -> tuple[Chain, Parameters] | None:
 
 
 def _read_layer(module: nn.Module) -> tuple[tuple[Any, ...], Parameters] | None:
+    layer: Any = module
     kind = type(module)
-    if kind is nn.Linear:
-        return (Linear(),), (module.weight, module.bias)
-    if kind is nn.LayerNorm and len(module.normalized_shape) == 1:
-        return (LayerNorm(module.eps),), (module.weight, module.bias)
-    if kind is nn.RMSNorm and len(module.normalized_shape) == 1 and module.eps is not None:
-        return (RMSNorm(module.eps),), (module.weight,)
-    if kind is nn.Identity:
-        return (), ()
-    if kind is nn.Dropout:
-        return ((Dropout(module.p),) if module.training and module.p > 0 else ()), ()
-    if kind is nn.GELU:
-        return (Activation("gelu" if module.approximate == "none" else "gelu_tanh"),), ()
     name = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}.get(kind)
-    return None if name is None else ((Activation(name),), ())
+    if kind is nn.GELU:
+        name = "gelu" if layer.approximate == "none" else "gelu_tanh"
+    if name is not None:
+        return (Activation(name),), ()
+    if kind in (nn.Identity, nn.Dropout):
+        drops = kind is nn.Dropout and layer.training and layer.p > 0
+        return ((Dropout(layer.p),) if drops else ()), ()
+    if kind is nn.Linear:
+        return (Linear(),), (layer.weight, layer.bias)
+    one_axis = kind in (nn.LayerNorm, nn.RMSNorm) and len(layer.normalized_shape) == 1
+    if not one_axis or layer.eps is None:
+        return None
+    if kind is nn.RMSNorm:
+        return (RMSNorm(layer.eps),), (layer.weight,)
+    return (LayerNorm(layer.eps),), (layer.weight, layer.bias)
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -18,14 +18,14 @@ from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from .attend import Attended, Attending, attend, attend_back, check_mask, mask_rows
 from .attention import Slots, attended_rows, dropped_rows, token_rows
-from .branch import RowWise, autocast_as, autocast_now, check_save, returned
+from .branch import RowWise, as_wanted, autocast_as, autocast_now, check_save, returned
 from .kept import Carry, Kept, draw_batch, draw_each, keep, kept_count, row_norms
-from .rowwise import Chain, Grads, KeptTape, Parameters, Tape
+from .rowwise import Chain, Grads, KeptTape, Parameters, Pulled, Tape, Wants
 
 Projection = tuple[Tensor, Tensor | None]
 """Weight and bias of a linear map."""
 Weights = tuple[Projection, Projection, Projection]
-WeightGrads = tuple[tuple[Tensor, Tensor], ...]
+Products = tuple[tuple[Tensor, Tensor], ...]
 """For q, k and v the rows of the gradient and of the input that make dW."""
 
 IDENTITY = RowWise(Chain(), ())
@@ -132,11 +132,11 @@ class _AttentionBranch(torch.autograd.Function):
         tape = Tape(True)
         q, k, v = _project(plan.before.forward(x, before, tape, True), P, plan)
         attended = attend(q, k, v, mask, plan.how)
-        mixed = token_rows(attended.out)
-        y = plan.after.forward(mixed, after, tape, False).view(*x.shape[:-1], -1)
+        y = plan.after.forward(token_rows(attended.out), after, tape, False)
+        y = y.view(*x.shape[:-1], y.shape[-1])
         ctx.plan, ctx.autocast = plan, autocast_now(x.device.type)
-        kept = (q, k, v, *attended[:2]) if plan.products else (None,) * 5
-        ctx.save_for_backward(x, mask, *kept, attended.dropped, *P, *tape.kept)
+        saved = (q, k, v, *attended[:2]) if plan.products else (None,) * 5
+        ctx.save_for_backward(x, mask, *saved, attended.dropped, *P, *tape.kept)
         y = x + y if plan.residual else y
         if not plan.carries:
             return y
@@ -144,33 +144,43 @@ class _AttentionBranch(torch.autograd.Function):
         return (y, *Carry.empty(x.shape[0] * plan.queries, y))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *carried: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *carried: Tensor | None) -> Grads:
+        needs = ctx.needs_input_grad
+        if grad is None:
+            return (None,) * len(needs)
+        count = len(needs) - 3
         x, mask, *rest = ctx.saved_tensors
-        plan: Plan = ctx.plan
-        count = len(ctx.needs_input_grad) - 3
-        saved, P, tape = rest[:6], tuple(rest[6 : 6 + count]), rest[6 + count :]
+        P = tuple(rest[6 : 6 + count])
         with torch.no_grad(), autocast_as(ctx.autocast):
             G = grad.reshape(-1, grad.shape[-1])
-            kept = _kept(plan, G, carried)
-            wants = tuple(ctx.needs_input_grad[3:])
-            dx, grads = _gradients(
-                plan, G, kept, x, mask, saved, P, tape, ctx.needs_input_grad[0], wants
+            kept = _kept(ctx.plan, G, carried)
+            back = Back(ctx.plan, G, x.reshape(-1, x.shape[-1]), kept.rows, P)
+            dX, grads = _gradients(
+                back, kept.values, mask, rest[:6], rest[6 + count :], (needs[0], *needs[3:])
             )
-            grads = tuple(
-                g.to(p.dtype) if want and g is not None and p is not None else None
-                for g, p, want in zip(grads, P, wants, strict=True)
-            )
+            dx = None if dX is None else dX.to(x.dtype).view(x.shape)
+            grads = as_wanted(grads, P, needs[3:])
         return returned((dx, None, None, *grads), grad, x)
 
 
 def _kept(plan: Plan, G: Tensor, carried: tuple[Tensor | None, ...]) -> Kept:
     """The tokens that the branch above drew, with g/p + j; or those of a draw made here."""
     if carried and carried[0] is not None and carried[1] is not None:
-        index = carried[1].to(torch.int64)
-        return Kept(index, G.index_select(0, index) + carried[0])
+        rows = carried[1].to(torch.int64)
+        return Kept(rows, G.index_select(0, rows) + carried[0])
     if plan.queries >= plan.samples.tokens:
         return Kept(torch.arange(G.shape[0], device=G.device), G)
     return keep(G, *draw_each(row_norms(G), plan.queries, plan.uniforms, plan.samples))
+
+
+class Back(NamedTuple):
+    """What every part of a backward pass looks at; ``kept``: the rows of the kept queries."""
+
+    plan: Plan
+    G: Tensor
+    X: Tensor
+    kept: Tensor
+    P: Parameters
 
 
 class Few(NamedTuple):
@@ -184,127 +194,111 @@ class Few(NamedTuple):
 
 
 def _gradients(
-    plan: Plan,
-    G: Tensor,
-    kept: Kept,
-    x: Tensor,
+    back: Back,
+    values: Tensor,
     mask: Tensor | None,
     saved: list[Any],
-    P: Parameters,
     tape: list[Tensor],
-    wants_x: bool,
-    wants: tuple[bool, ...],
-) -> tuple[Tensor | None, Grads]:
-    before, weights, after = _split(plan, P)
+    wants: Wants,
+) -> Pulled:
+    """dX and the gradients of all parameters from the compact gradient ``values``."""
+    plan, _, _, kept, P = back
+    _, _, after = _split(plan, P)
     last = len(P) - plan.after.count
-    slots = Slots.of(kept.index, plan.samples)
-    X = x.reshape(-1, x.shape[-1])
-    few = _few(plan, slots, X, mask, saved, before, weights)
-    rows = KeptTape(True, iter([t.index_select(0, kept.index) for t in tape]))
+    slots = Slots.of(kept, plan.samples)
+    few = _few(back, slots, mask, saved)
+    rows = KeptTape(True, iter([t.index_select(0, kept) for t in tape]))
     _, pull = plan.after.again(token_rows(few.attended.out), after, rows, False)
-    below = wants_x or any(wants[:last])
-    dO, after_grads = pull(kept.values, below, wants[last:])
+    dO, after_grads = pull(values, (any(wants[: 1 + last]), *wants[1 + last :]))
     if dO is None:
         return None, ((None,) * last + after_grads)
     dO = slots.heads(dO.to(few.q.dtype), plan.heads.queries)
-    back = attend_back(dO, few.q, few.k, few.v, few.attended, few.mask, plan.how)
-    dq, dk, dv = (token_rows(d) for d in back)
-    through = _through_drawn if plan.keys < X.shape[0] else _through_all
-    dX, before_grads, weight_grads = through(
-        plan, G, X, kept.index, (dq, dk, dv), before, weights, wants[: plan.before.count]
-    )
-    dx = dX.to(x.dtype).view(x.shape) if wants_x else None
-    return dx, (*before_grads, *_packed(plan, weight_grads), *after_grads)
+    grads = attend_back(dO, few.q, few.k, few.v, few.attended, few.mask, plan.how)
+    dq, dk, dv = (token_rows(d) for d in grads)
+    first = plan.before.count
+    through = _through_drawn if plan.keys < back.X.shape[0] else _through_all
+    dX, before_grads, products = through(back, dq, dk, dv, wants[: 1 + first])
+    return dX, (*before_grads, *_weight_grads(plan, products, wants[1 + first :]), *after_grads)
 
 
-def _few(
-    plan: Plan,
-    slots: Slots,
-    X: Tensor,
-    mask: Tensor | None,
-    saved: list[Any],
-    before: Parameters,
-    weights: Weights,
-) -> Few:
+def _few(back: Back, slots: Slots, mask: Tensor | None, saved: list[Any]) -> Few:
     """Kept queries and what they attended to: gathered, or computed again from x."""
+    plan, _, X, kept, P = back
     samples, heads = plan.samples, plan.heads
     some = mask_rows(mask, slots.token, samples.tokens, plan.how)
     q, k, v, out, logsumexp, dropped = saved
     if plan.products:
-        few = slots.heads(token_rows(q).index_select(0, slots.index), heads.queries)
+        few = slots.heads(token_rows(q).index_select(0, kept), heads.queries)
         return Few(few, k, v, attended_rows(Attended(out, logsumexp, dropped), slots), some)
+    before, weights, _ = _split(plan, P)
     normed = plan.before.forward(X, before, Tape(False), True)
     k, v = (
-        F.linear(normed, *pair)
-        .view(samples.samples, samples.tokens, heads.keys, -1)
-        .transpose(1, 2)
+        F.linear(normed, *pair).view(*samples[1:3], heads.keys, -1).transpose(1, 2)
         for pair in weights[1:]
     )
-    q = slots.heads(F.linear(normed.index_select(0, slots.index), *weights[0]), heads.queries)
-    dropped = dropped_rows(dropped, slots)
-    attended = attend(q, k, v, some, plan.how._replace(is_causal=False), dropped)
-    return Few(q, k, v, attended, some)
+    q = slots.heads(F.linear(normed.index_select(0, kept), *weights[0]), heads.queries)
+    how = plan.how._replace(is_causal=False)  # it is in the mask's rows
+    return Few(q, k, v, attend(q, k, v, some, how, dropped_rows(dropped, slots)), some)
 
 
 def _through_all(
-    plan: Plan,
-    G: Tensor,
-    X: Tensor,
-    index: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-    before: Parameters,
-    weights: Weights,
-    wants: tuple[bool, ...],
-) -> tuple[Tensor, Grads, WeightGrads]:
+    back: Back, dq: Tensor, dk: Tensor, dv: Tensor, wants: Wants
+) -> tuple[Tensor | None, Grads, Products]:
     """Through the projections and the norm, with all rows of k and v."""
-    dq, dk, dv = grads
-    (Wq, _), (Wk, _), (Wv, _) = weights
+    plan, G, X, kept, P = back
+    before, ((Wq, _), (Wk, _), (Wv, _)), _ = _split(plan, P)
     normed, pull = plan.before.again(X, before, KeptTape(True, iter(())), True)
     assert normed is not None
-    dn = torch.addmm(dk @ Wk, dv, Wv).index_add_(0, index, dq @ Wq)
-    dX, before_grads = pull(dn, True, wants)
-    assert dX is not None
-    dX = dX + G if plan.residual else dX
-    normed_q = normed.index_select(0, index)
-    return dX, before_grads, ((dq, normed_q), (dk, normed), (dv, normed))
+    few = normed.index_select(0, kept)
+    products = ((dq, few), (dk, normed), (dv, normed))
+    if not any(wants):
+        return None, (None,) * (len(wants) - 1), products
+    dn = torch.addmm(dk @ Wk, dv, Wv).index_add_(0, kept, dq @ Wq)
+    dX, before_grads = pull(dn, wants)
+    return (dX + G if dX is not None and plan.residual else dX), before_grads, products
 
 
 def _through_drawn(
-    plan: Plan,
-    G: Tensor,
-    X: Tensor,
-    index: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-    before: Parameters,
-    weights: Weights,
-    wants: tuple[bool, ...],
-) -> tuple[Tensor, Grads, WeightGrads]:
+    back: Back, dq: Tensor, dk: Tensor, dv: Tensor, wants: Wants
+) -> tuple[Tensor | None, Grads, Products]:
     """The same with a draw of the rows of k and v: the norm too runs on kept rows alone."""
-    dq, dk, dv = grads
-    (Wq, _), (Wk, _), (Wv, _) = weights
+    plan, G, X, kept, P = back
+    before, ((Wq, _), (Wk, _), (Wv, _)), _ = _split(plan, P)
     norms = torch.hypot(row_norms(dk), row_norms(dv))
     place, scale = draw_batch(norms, plan.keys, plan.uniforms, plan.samples)
     dk, dv = keep(dk, place, scale).values, keep(dv, place, scale).values
-    both = torch.cat([index, place])
-    normed, pull = plan.before.again(
-        X.index_select(0, both), before, KeptTape(True, iter(())), True
-    )
+    rows = torch.cat([kept, place])
+    tape = KeptTape(True, iter(()))
+    normed, pull = plan.before.again(X.index_select(0, rows), before, tape, True)
     assert normed is not None
-    dn = torch.cat([dq @ Wq, torch.addmm(dk @ Wk, dv, Wv)])
-    rows, before_grads = pull(dn, True, wants)
-    assert rows is not None
+    few, some = torch.split(normed, [kept.shape[0], place.shape[0]])
+    products = ((dq, few), (dk, some), (dv, some))
+    if not any(wants):
+        return None, (None,) * (len(wants) - 1), products
+    part, before_grads = pull(torch.cat([dq @ Wq, torch.addmm(dk @ Wk, dv, Wv)]), wants)
+    if part is None:
+        return None, before_grads, products
     base = G if plan.residual else torch.zeros_like(X)
-    dX = base.index_add(0, both, rows.to(base.dtype))
-    normed_q, normed_k = normed.split([index.shape[0], place.shape[0]])
-    return dX, before_grads, ((dq, normed_q), (dk, normed_k), (dv, normed_k))
+    return base.index_add(0, rows, part.to(base.dtype)), before_grads, products
 
 
-def _packed(plan: Plan, weight_grads: WeightGrads) -> Grads:
+def _weight_grads(plan: Plan, products: Products, wants: Wants) -> Grads:
     """dW = dYᵀX and db = 1ᵀdY of the three projections; one above the other if they are packed."""
-    pairs = [(d.mT @ normed, d.sum(0)) for d, normed in weight_grads]
-    if not plan.heads.packed:
-        return tuple(g for pair in pairs for g in pair)
-    return torch.cat([W for W, _ in pairs]), torch.cat([b for _, b in pairs])
+    packed = plan.heads.packed
+    weights: list[Tensor | None] = []
+    biases: list[Tensor | None] = []
+    for i, (d, normed) in enumerate(products):
+        place = 0 if packed else 2 * i
+        weights.append(d.mT @ normed if wants[place] else None)
+        biases.append(d.sum(0) if wants[place + 1] else None)
+    if not packed:
+        return tuple(g for pair in zip(weights, biases, strict=True) for g in pair)
+    return _stacked(weights), _stacked(biases)
+
+
+def _stacked(parts: list[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
 
 
 def _split(plan: Plan, P: Parameters) -> tuple[Parameters, Weights, Parameters]:
@@ -317,8 +311,8 @@ def _split(plan: Plan, P: Parameters) -> tuple[Parameters, Weights, Parameters]:
     W, b = middle
     assert W is not None
     sizes = _sizes(plan.heads, W.shape[0])
-    biases = (None,) * 3 if b is None else b.split(sizes)
-    pairs = tuple(zip(W.split(sizes), biases, strict=True))
+    biases = (None,) * 3 if b is None else torch.split(b, sizes)
+    pairs = tuple(zip(torch.split(W, sizes), biases, strict=True))
     return P[:first], pairs, P[last:]  # type: ignore[return-value]
 
 
@@ -334,11 +328,12 @@ def _project(normed: Tensor, P: Parameters, plan: Plan) -> list[Tensor]:
     if heads.packed:
         W, b = middle
         assert W is not None
-        parts = F.linear(normed, W, b).split(_sizes(heads, W.shape[0]), -1)
+        parts = torch.split(F.linear(normed, W, b), _sizes(heads, W.shape[0]), -1)
     else:
         parts = tuple(F.linear(normed, middle[i], middle[i + 1]) for i in (0, 2, 4))  # type: ignore[arg-type]
     counts = (heads.queries, heads.keys, heads.keys)
-    return [t.unflatten(-1, (h, -1)).transpose(1, 2) for t, h in zip(parts, counts, strict=True)]
+    shape = normed.shape[:2]
+    return [t.view(*shape, h, -1).transpose(1, 2) for t, h in zip(parts, counts, strict=True)]
 
 
 def _check_projections(flat: Parameters, heads: Heads) -> None:
