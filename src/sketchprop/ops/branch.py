@@ -61,7 +61,8 @@ def branch(
     the rows of f are drawn among its queries. So ``budget`` should be at most that of the queries.
     ``sample_dim``: the axis of samples, over which a draw is spread evenly; None: one sample.
     ``check``: try f on a few rows by themselves and refuse one that mixes rows. Functions made of
-    plain torch layers are row-wise by construction and are not tried.
+    plain torch layers are row-wise by construction and are not tried. In ``torch.compile`` others
+    must be modules without dropout, and are run again from their input.
     Where the budget keeps everything this is ``f(x)`` itself. Draws come from ``uniforms``.
 
     >>> mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
@@ -90,10 +91,8 @@ def branch(
     if known is not None:
         return _Branch.apply(x, first, second, known.chain, settings, *P)  # type: ignore[no-any-return, no-untyped-call]
     if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f"branch({_name(f)}) cannot be compiled: its steps are not known before it runs. Give "
-            "an nn.Sequential of plain torch layers, or a RowWise that spells it out"
-        )
+        _check_traceable(f)
+        return _Recomputed.apply(x, first, second, f, settings, *P)  # type: ignore[no-any-return, no-untyped-call]
     if check:
         check_rows(f, x)
     return _Replayed.apply(x, first, second, f, settings, *P)  # type: ignore[no-any-return, no-untyped-call]
@@ -197,6 +196,46 @@ class _Replayed(torch.autograd.Function):
         return returned((dx, *carried, None, None, *grads), grad, x)
 
 
+class _Recomputed(torch.autograd.Function):
+    """Any row-wise module, as compilers trace it: run again on the kept rows, products and all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        correction: Tensor | None,
+        index: Tensor | None,
+        f: nn.Module,
+        settings: Settings,
+        *P: Tensor,
+    ) -> Tensor:
+        _remember(ctx, x, index, settings)
+        ctx.f = f
+        ctx.save_for_backward(x, *P)
+        y: Tensor = f(x)
+        return x + y if settings.residual else y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *P = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        with autocast_as(ctx.autocast):
+            kept, carried = _draw(ctx, grad.reshape(-1, grad.shape[-1]))
+            X = x.reshape(-1, x.shape[-1]).index_select(0, kept.rows)
+            names = [name for name, _ in ctx.f.named_parameters()]
+
+            def run(X: Tensor, *P: Tensor) -> Tensor:
+                y: Tensor = torch.func.functional_call(
+                    ctx.f, dict(zip(names, P, strict=True)), (X,)
+                )
+                return y
+
+            Y, pull = torch.func.vjp(run, X, *P)
+            dX, *grads = pull(kept.values.to(Y.dtype))
+            dx = _scattered(ctx, dX, kept.rows, grad, x) if needs[0] else None
+        return (dx, *carried, None, None, *as_wanted(tuple(grads), tuple(P), needs[5:]))
+
+
 def _remember(ctx: Any, x: Tensor, index: Tensor | None, settings: Settings) -> None:
     ctx.settings = settings
     ctx.autocast = autocast_now(x.device.type)
@@ -260,6 +299,18 @@ def check_save(save: object) -> None:
         raise ValueError(
             f"save={save!r} is unknown; use save='activations' (fastest) or save='input' "
             "(the memory of activation checkpointing)"
+        )
+
+
+def _check_traceable(f: object) -> None:
+    drops = isinstance(f, nn.Module) and any(
+        isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in f.modules()
+    )
+    if drops or not isinstance(f, nn.Module):
+        raise NotImplementedError(
+            f"branch({_name(f)}) cannot be compiled: its steps are not known before it runs, and "
+            f"it {'drops out' if drops else 'is a function'}. Give an nn.Sequential of plain torch "
+            "layers, or a RowWise that spells it out"
         )
 
 
