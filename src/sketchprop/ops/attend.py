@@ -60,6 +60,7 @@ def attend(
     """
     engine = how.engine(q, v)
     k, v = _as_many_heads(q, k), _as_many_heads(q, v)
+    mask = _with_four_axes(mask)
     if engine == "flash":
         out, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, how.is_causal, attn_mask=added(mask, q.dtype), scale=how.scale
@@ -168,11 +169,16 @@ def mask_rows(mask: Tensor | None, token: Tensor, keys: int, how: Attending) -> 
     if mask is None:
         return None
     N, c = token.shape
-    mask = mask[(None,) * (4 - mask.dim())]
+    mask = _with_four_axes(mask)
+    assert mask is not None
     if mask.shape[-2] == 1:
         return mask.expand(-1, -1, c, -1)
     place = token[:, None, :, None].expand(N, mask.shape[1], c, mask.shape[-1])
     return mask.expand(N, -1, -1, -1).gather(2, place)
+
+
+def _with_four_axes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask[(None,) * (4 - mask.dim())]
 
 
 def check_mask(mask: Tensor | None, shape: tuple[int, ...], how: Attending) -> None:

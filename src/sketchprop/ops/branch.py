@@ -43,7 +43,8 @@ def branch(
 ) -> Tensor:
     """``f(x)``, with a backward that runs on ``budget`` of the rows of x: [*, d].
 
-    f, a module, a ``RowWise`` or a function, must be row-wise: every token by itself (norms, linear layers, activations, dropout, gates).
+    f, a module or a ``RowWise`` or a function, must be row-wise: every token by itself (norms,
+    linear layers, activations, dropout, gates).
     In backward r rows of the output's gradient are drawn over the whole batch, p_b ∝ ‖g_b‖, and
     f's vjp runs on those alone:
 
