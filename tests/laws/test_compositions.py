@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sketchprop.core.enumeration import every_draw, expectation
+from sketchprop.core.samples import Samples
 from sketchprop.core.sampling import Uniforms, draw_uniforms
 from sketchprop.ops import branch as branch_file
 from sketchprop.ops.attention import kept_attention
 from sketchprop.ops.branch import RowWise, branch
-from sketchprop.ops.kept import Carry
+from sketchprop.ops.kept import draw_queries, empty_carry, slot_count
 from sketchprop.ops.postnorm import residual_norm
 from sketchprop.ops.rowwise import read
 from sketchprop.ops.sublayer import attention_branch
@@ -86,6 +87,7 @@ class Budgets:
     keys: float | int = 1.0
     save: str = "activations"
     carry: bool = True
+    capacity: float = 1.0
 
 
 def kept(block: Block, x: Tensor, b: Budgets, uniforms: Uniforms, **mask: object) -> Tensor:
@@ -103,6 +105,7 @@ def kept(block: Block, x: Tensor, b: Budgets, uniforms: Uniforms, **mask: object
         norm=rowwise(block.norm1) if block.first else rowwise(),
         queries=b.queries,
         keys=b.keys,
+        capacity=b.capacity,
         save=b.save,
         residual=block.first,
         carry=b.carry,
@@ -154,6 +157,9 @@ BUDGETS = {
     "fewer rows than queries": Budgets(rows=2, queries=2),
     "a fresh draw": Budgets(rows=3, queries=2, carry=False),
     "all three": Budgets(rows=3, queries=2, keys=4),
+    "queries that the batch shares": Budgets(rows=2, queries=1, keys=4, capacity=2.0),
+    "shared, a fresh draw": Budgets(rows=2, queries=1, capacity=2.0, carry=False),
+    "shared, from the input": Budgets(rows=2, queries=1, keys=4, capacity=2.0, save="input"),
     "from the input": Budgets(rows=3, queries=2, keys=4, save="input"),
 }
 
@@ -336,7 +342,29 @@ def test_attention_finds_the_rows_that_the_projection_behind_it_drew() -> None:
     assert largest_error(found, truth) < TOLERANCE
 
 
-def test_a_carry_is_two_small_tensors() -> None:
-    carry = Carry.empty(6, torch.zeros(3, 4))
-    assert carry.correction.shape == (6, 4)
-    assert carry.rows.dtype == torch.float64
+@pytest.mark.parametrize("capacity", [1.0, 1.5, 2.0])
+def test_probabilities_that_a_batch_shares_fill_the_budget_and_no_sample_too_much(
+    capacity: float,
+) -> None:
+    """Samples of very different size, one without any gradient: Σ p = r, at most so many each."""
+    torch.manual_seed(0)
+    samples = Samples(1, 5, 8)
+    size = torch.tensor([100.0, 3.0, 1.0, 0.1, 0.0], dtype=torch.float64)[:, None]
+    norms = (torch.rand(5, 8, dtype=torch.float64) * size).flatten()
+    most = slot_count(capacity, 2, 8)
+    counts = []
+    for _ in range(50):
+        rows, scale = draw_queries(norms, 10, most, draw_uniforms, samples)
+        assert rows.unique().numel() == 10
+        assert (scale >= 1 - 1e-12).all()
+        counts.append(torch.bincount(rows // 8, minlength=5))
+    seen = torch.stack(counts)
+    assert int(seen.max()) == most
+    assert capacity == 1.0 or int(seen[:, 4].max()) == 0
+
+
+def test_a_carry_takes_no_memory() -> None:
+    correction, rows = empty_carry(6, torch.zeros(3, 4))
+    assert correction.shape == (6, 4)
+    assert correction.untyped_storage().nbytes() == 4
+    assert rows.dtype == torch.float64

@@ -12,7 +12,7 @@ from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from .attend import Attended, Attending, attend, attend_back, check_mask, mask_rows
 from .branch import returned
-from .kept import draw_each, keep, kept_count, row_norms
+from .kept import draw_queries, keep, kept_count, row_norms, slot_count
 
 
 def kept_attention(
@@ -26,6 +26,7 @@ def kept_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     queries: float | int = 0.4,
+    capacity: float = 1.0,
     uniforms: Uniforms = draw_uniforms,
 ) -> Tensor:
     """``F.scaled_dot_product_attention``, with a backward that runs on ``queries`` of the tokens.
@@ -33,7 +34,9 @@ def kept_attention(
     ``q: [N, H, T, d]``, ``k, v: [N, H, S, d]``, fewer heads with ``enable_gqa``. In backward the
     same number of tokens is drawn in each sample, p_t ∝ ‖g_t‖ over all heads together; dQ has
     only their rows, dK and dV are dense, from those queries times 1/p: the means are the exact
-    gradients. Where at most so many tokens of a sample have a gradient (because the layer behind
+    gradients. ``capacity`` above 1: one draw over the batch, of which a sample may get up to so
+    many times its even share; less noise, and attention's own backward has that many more rows.
+    Where at most so many tokens of a sample have a gradient (because the layer behind
     drew them, or the others are padding) they are all kept with p = 1 and nothing is added.
     Cost of backward: ``queries`` times that of attention. A mask that wants a gradient itself
     makes this the exact function.
@@ -47,13 +50,15 @@ def kept_attention(
     check_heads(q, k, v, enable_gqa)
     check_mask(attn_mask, (*q.shape[:-1], k.shape[-2]), how)
     count = kept_count(queries, max(1, q.shape[-2]))
+    slots = slot_count(capacity, count, q.shape[-2])
     wanted = q.requires_grad or k.requires_grad or v.requires_grad
     own = attn_mask is not None and attn_mask.requires_grad
     if not wanted or not torch.is_grad_enabled() or own or count >= q.shape[-2] or not q.numel():
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    return _KeptAttention.apply(q, k, v, attn_mask, how, count, uniforms)  # type: ignore[no-any-return, no-untyped-call]
+    size = (q.shape[0] * count, slots)
+    return _KeptAttention.apply(q, k, v, attn_mask, how, size, uniforms)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
@@ -85,7 +90,7 @@ class _KeptAttention(torch.autograd.Function):
         v: Tensor,
         mask: Tensor | None,
         how: Attending,
-        count: int,
+        count: tuple[int, int],
         uniforms: Uniforms,
     ) -> Tensor:
         attended = attend(q, k, v, mask, how)
@@ -100,36 +105,59 @@ class _KeptAttention(torch.autograd.Function):
             N, _, T, _ = q.shape
             G = token_rows(grad)
             samples = Samples(1, N, T)
-            index, scale = draw_each(row_norms(G), ctx.count, ctx.uniforms, samples)
-            slots = Slots.of(index, samples)
-            g = keep(G, index, scale).values
+            rank, capacity = ctx.count
+            rows, scale = draw_queries(row_norms(G), rank, capacity, ctx.uniforms, samples)
+            slots = Slots.of(rows, capacity, samples)
+            g = keep(G, rows, scale).values
             few = attended_rows(Attended(*rest), slots)
             some = mask_rows(mask, slots.token, k.shape[-2], ctx.how)
             heads = q.shape[1]
             dq, dk, dv = attend_back(
                 slots.heads(g, heads),
-                slots.heads(token_rows(q).index_select(0, index), heads),
+                slots.heads(token_rows(q).index_select(0, rows), heads),
                 k, v, few, some, ctx.how,
             )  # fmt: skip
             dQ = torch.zeros(N * T, heads * q.shape[-1], dtype=dq.dtype, device=dq.device)
-            dQ.index_copy_(0, index, token_rows(dq))
+            dQ.index_copy_(0, rows, slots.taken(dq))
             dQ = dQ.view(N, T, heads, -1).transpose(1, 2)
         return returned((dQ, dk, dv, None, None, None, None), grad, q, k, v)
 
 
 class Slots(NamedTuple):
-    """Kept queries, the same number in each sample: ``rows[N·c]``, places ``token[N, c]``."""
+    """Places for kept queries, ``capacity`` of each sample: shapes that no draw changes.
+
+    ``rows[R]`` are the kept rows, ascending; ``token[N, capacity]`` the place of each in its
+    sample; ``slot[R]`` where a row goes in ``[N · capacity]``, ``None``: all taken, in order.
+    """
 
     rows: Tensor
     token: Tensor
+    slot: Tensor | None
 
     @classmethod
-    def of(cls, rows: Tensor, samples: Samples) -> Slots:
-        return cls(rows, rows.view(samples.samples, -1) % samples.tokens)
+    def of(cls, rows: Tensor, capacity: int, samples: Samples) -> Slots:
+        N, T = samples.samples, samples.tokens
+        if rows.shape[0] == N * capacity:
+            return cls(rows, rows.view(N, capacity) % T, None)
+        first = torch.searchsorted(rows, torch.arange(N, device=rows.device) * T)
+        sample = rows // T
+        place = torch.arange(rows.shape[0], device=rows.device) - first.index_select(0, sample)
+        # The clamp only matters for NaN probabilities: they must not index out of range.
+        slot = sample * capacity + place.clamp(max=capacity - 1)
+        token = torch.zeros_like(rows[:1]).repeat(N * capacity).index_copy_(0, slot, rows % T)
+        return cls(rows, token.view(N, capacity), slot)
 
-    def heads(self, rows: Tensor, heads: int) -> Tensor:
-        """``[N·c, H·d]`` as ``[N, H, c, d]``."""
-        return rows.view(*self.token.shape, heads, -1).transpose(1, 2)
+    def heads(self, values: Tensor, heads: int) -> Tensor:
+        """``[R, H·d]`` as ``[N, H, capacity, d]``, zero in slots that are not taken."""
+        if self.slot is not None:
+            slots = values.new_zeros(self.token.numel(), values.shape[-1])
+            values = slots.index_copy_(0, self.slot, values)
+        return values.view(*self.token.shape, heads, -1).transpose(1, 2)
+
+    def taken(self, values: Tensor) -> Tensor:
+        """``[N, H, capacity, d]`` as ``[R, H·d]``."""
+        rows = token_rows(values)
+        return rows if self.slot is None else rows.index_select(0, self.slot)
 
 
 def token_rows(x: Tensor) -> Tensor:

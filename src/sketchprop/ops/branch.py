@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
-from .kept import Carry, Kept, draw_batch, draw_each, keep, keep_among, kept_count, row_norms
+from .kept import Carry, Kept, draw_batch, draw_queries, keep, keep_among, kept_count, row_norms
 from .linear import refuse_second_backward
 from .replayed import check_rows, recorded, replayed
 from .rowwise import Chain, Grads, KeptTape, Parameters, Tape, Wants, read
@@ -87,8 +87,8 @@ def branch(
         y = (f if known is None else known)(x)
         return x + y if residual else y
     samples = Samples.of(tuple(x.shape[:-1]), sample_dim)
-    settings = Settings(rank, save, residual, samples, uniforms, carry is not None)
-    first, second = (None, None) if carry is None else carry
+    first, second, capacity = (None, None, 0) if carry is None else carry
+    settings = Settings(rank, save, residual, samples, uniforms, capacity)
     if known is not None:
         return _Branch.apply(x, first, second, known.chain, settings, *P)  # type: ignore[no-any-return, no-untyped-call]
     if torch.compiler.is_compiling():
@@ -100,14 +100,14 @@ def branch(
 
 
 class Settings(NamedTuple):
-    """How a branch draws and what it keeps."""
+    """How a branch draws and what it keeps; ``capacity``: that of a carry, 0 without one."""
 
     rank: int
     save: str
     residual: bool
     samples: Samples
     uniforms: Uniforms
-    carries: bool
+    capacity: int
 
 
 class _Branch(torch.autograd.Function):
@@ -231,7 +231,7 @@ class _Recomputed(torch.autograd.Function):
                 )
                 return y
 
-            Y, pull = torch.func.vjp(run, X, *P)
+            Y, pull = torch.func.vjp(run, X, *P)  # type: ignore[misc]
             dX, *grads = pull(kept.values.to(Y.dtype))
             dx = _scattered(ctx, dX, kept.rows, grad, x) if needs[0] else None
         return (dx, *carried, None, None, *as_wanted(tuple(grads), tuple(P), needs[5:]))
@@ -247,14 +247,15 @@ def _draw(ctx: Any, G: Tensor) -> tuple[Kept, tuple[Tensor | None, Tensor | None
     """The rows for f's vjp; and what is carried: its rows, and what they lack of g/p."""
     settings: Settings = ctx.settings
     norms = row_norms(G)
-    if not settings.carries:
+    if not settings.capacity:
         index, scale = draw_batch(norms, settings.rank, settings.uniforms, settings.samples)
         return keep(G, index, scale), (None, None)
-    each = ctx.among // settings.samples.samples
-    index, scale = draw_each(norms, each, settings.uniforms, settings.samples)
-    part = keep(G, index, scale)
-    correction = part.values - G.index_select(0, index)
-    return keep_among(part, settings.rank, settings.uniforms), (correction, index.to(torch.float64))
+    rows, scale = draw_queries(
+        norms, ctx.among, settings.capacity, settings.uniforms, settings.samples
+    )
+    part = keep(G, rows, scale)
+    correction = part.values - G.index_select(0, rows)
+    return keep_among(part, settings.rank, settings.uniforms), (correction, rows.to(torch.float64))
 
 
 def _scattered(ctx: Any, dX: Tensor, index: Tensor, grad: Tensor, x: Tensor) -> Tensor:

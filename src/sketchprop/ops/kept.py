@@ -10,6 +10,7 @@ small tensors, so that autograd, compilers and checkpoints carry them as they ca
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import NamedTuple
 
@@ -33,18 +34,18 @@ class Kept(NamedTuple):
 class Carry(NamedTuple):
     """Two tensors whose gradients are a draw: ``correction[R, n]`` and, in float64, ``rows[R]``.
 
-    ``attention_branch`` makes one, ``branch`` above it takes it.
+    ``attention_branch`` makes one, ``branch`` above it takes it. ``capacity``: most of one sample.
     """
 
     correction: Tensor
     rows: Tensor
+    capacity: int
 
-    @classmethod
-    def empty(cls, rows: int, like: Tensor) -> Carry:
-        return cls(
-            like.new_zeros(1).expand(rows, like.shape[-1]),
-            torch.zeros(1, dtype=torch.float64, device=like.device).expand(rows),
-        )
+
+def empty_carry(rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Tensors for a carry of ``rows``: without memory, their gradients are all that matters."""
+    place = torch.zeros(1, dtype=torch.float64, device=like.device)
+    return like.new_zeros(1).expand(rows, like.shape[-1]), place.expand(rows)
 
 
 def kept_count(budget: float | int, size: int) -> int:
@@ -53,6 +54,16 @@ def kept_count(budget: float | int, size: int) -> int:
     if isinstance(value, numbers.Integral):
         return min(int(value), size)
     return min(size, max(1, round(value * size)))
+
+
+def slot_count(capacity: float, count: int, tokens: int) -> int:
+    """The most queries of one sample, where ``count`` is the even share."""
+    if not capacity >= 1:
+        raise ValueError(
+            f"capacity={capacity!r} is below the even share; give 1.0 (the same number of queries "
+            "in each sample) or more, for example 1.5"
+        )
+    return min(tokens, math.ceil(capacity * count))
 
 
 def row_norms(G: Tensor) -> Tensor:
@@ -72,12 +83,41 @@ def draw_batch(norms: Tensor, rank: int, uniforms: Uniforms, samples: Samples) -
     return samples.row_of(index), scale
 
 
-def draw_each(norms: Tensor, rank: int, uniforms: Uniforms, samples: Samples) -> Drawn:
-    """``rank`` rows of each sample, p ∝ ``norms[B]`` within it: ``[samples · rank]``."""
+def draw_queries(
+    norms: Tensor, rank: int, capacity: int, uniforms: Uniforms, samples: Samples
+) -> Drawn:
+    """``rank`` of all rows, at most ``capacity`` of a sample, p ∝ ``norms[B]``: ascending.
+
+    Where rank = samples · capacity each sample draws for itself; else one draw runs through the
+    batch, and samples that matter more get more queries. O(B log B), shapes are static.
+    """
     parts = samples.sample_major(norms).view(samples.samples, samples.tokens)
-    index, scale = draw(water_fill(parts, rank), rank, uniforms=uniforms)
+    if rank < samples.samples * capacity:
+        rows, scale = draw(_capped(parts, rank, capacity).flatten(), rank, uniforms=uniforms)
+        return samples.row_of(rows), scale
+    index, scale = draw(water_fill(parts, capacity), capacity, uniforms=uniforms)
     first = torch.arange(samples.samples, device=norms.device).unsqueeze(-1) * samples.tokens
     return samples.row_of((index + first).flatten()), scale.flatten()
+
+
+def _capped(norms: Tensor, rank: int, capacity: int) -> Tensor:
+    """p with Σ p = rank, at most ``capacity`` in the sum of a sample, for ``norms[N, T]``.
+
+    Systematic sampling then keeps at most ``capacity`` rows of each sample. Where no sample asks
+    for more this is the water-filling of the whole batch; else what they may not have goes to the
+    others in proportion.
+    """
+    share = water_fill(norms.flatten(), rank).view_as(norms).sum(-1)
+    # Just below the capacity: rounding in the sums of p must not add one more.
+    most = capacity - 1e-6
+    share = most * water_fill(share, rank / most)
+    tiny = torch.finfo(share.dtype).tiny
+    roots = norms.to(share.dtype).clamp(min=tiny)
+    sums = roots.sort(dim=-1, descending=True).values.flip(-1).cumsum(-1).flip(-1)
+    # As in ``water_fill``: with the k largest at 1 the level is S_k/(r - k), the least one counts.
+    room = share.unsqueeze(-1) - torch.arange(norms.shape[-1], device=norms.device)
+    level = torch.where(room > 0, sums / room, torch.inf).amin(-1, keepdim=True)
+    return torch.threshold_((roots / level).clamp_(max=1.0), tiny**0.75, 0.0)
 
 
 def keep(G: Tensor, index: Tensor, scale: Tensor) -> Kept:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .branch import RowWise, autocast_as, autocast_now, returned
-from .kept import Carry
+from .kept import Carry, empty_carry
 from .rowwise import Chain, KeptTape, Tape
 
 
@@ -19,8 +19,8 @@ def residual_norm(x: Tensor, a: Tensor, norm: RowWise, carry: Carry) -> tuple[Te
     and once more over the kept ones: a norm's vjp is linear, so the correction c of the gradient
     g + c at the norm's output becomes Jᵀc before it.
     """
-    y, *after = _ResidualNorm.apply(x, a, *carry, norm.chain, *norm.parameters)  # type: ignore[no-untyped-call]
-    return y, Carry(*after)
+    y, correction, rows = _ResidualNorm.apply(x, a, *carry[:2], norm.chain, *norm.parameters)  # type: ignore[no-untyped-call]
+    return y, Carry(correction, rows, carry.capacity)
 
 
 class _ResidualNorm(torch.autograd.Function):
@@ -40,7 +40,7 @@ class _ResidualNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(s, *P)
         y = chain.forward(s, P, Tape(False), True)
-        return (y, *Carry.empty(index.shape[0], y))
+        return (y, *empty_carry(index.shape[0], y))
 
     @staticmethod
     def backward(

@@ -19,7 +19,17 @@ from ..core.sampling import Uniforms, draw_uniforms
 from .attend import Attended, Attending, attend, attend_back, check_mask, mask_rows
 from .attention import Slots, attended_rows, dropped_rows, token_rows
 from .branch import RowWise, as_wanted, autocast_as, autocast_now, check_save, returned
-from .kept import Carry, Kept, draw_batch, draw_each, keep, kept_count, row_norms
+from .kept import (
+    Carry,
+    Kept,
+    draw_batch,
+    draw_queries,
+    empty_carry,
+    keep,
+    kept_count,
+    row_norms,
+    slot_count,
+)
 from .rowwise import Chain, Grads, KeptTape, Parameters, Pulled, Tape, Wants
 
 Projection = tuple[Tensor, Tensor | None]
@@ -47,6 +57,7 @@ class Plan(NamedTuple):
     heads: Heads
     how: Attending
     queries: int
+    capacity: int
     keys: int
     products: bool
     residual: bool
@@ -69,6 +80,7 @@ def attention_branch(
     scale: float | None = None,
     queries: float | int = 0.4,
     keys: float | int = 1.0,
+    capacity: float = 1.0,
     save: str = "activations",
     residual: bool = False,
     carry: bool = False,
@@ -78,7 +90,8 @@ def attention_branch(
 
     ``projections``: weight and bias of a packed projection, or three pairs for q, k and v;
     ``out`` and ``norm``: row-wise steps behind and before. ``queries``: tokens of each sample kept
-    for ``out``, attention and q, p ∝ ‖g‖; ``keys``: rows of the batch kept for k and v, p from
+    for ``out``, attention and q, p ∝ ‖g‖; with a ``capacity`` above 1 the batch shares them, see
+    ``kept_attention``; ``keys``: rows of the batch kept for k and v, p from
     the norms of their own gradients; 1.0: all. ``residual``: x + attention. All means are exact.
     ``carry=True`` promises that the second result is given to the ``branch`` that follows in the
     block, so that one draw serves both; it is ``None`` where all queries are kept.
@@ -97,8 +110,9 @@ def attention_branch(
     rows = kept_count(keys, max(1, N * T))
     how = Attending(dropout_p, is_causal, scale)
     plan = Plan(
-        norm.chain, out.chain, Heads(heads, kv_heads or heads, packed), how, kept, rows,
-        save == "activations", residual, Samples(1, N, T), uniforms,
+        norm.chain, out.chain, Heads(heads, kv_heads or heads, packed), how,
+        kept, slot_count(capacity, kept, T), rows, save == "activations", residual,
+        Samples(1, N, T), uniforms,
     )  # fmt: skip
     _check_projections(flat, plan.heads)
     P = (*norm.parameters, *flat, *out.parameters)
@@ -110,8 +124,8 @@ def attention_branch(
     check_mask(attn_mask, (N, heads, T, T), how)
     if not carry or kept >= T:
         return _AttentionBranch.apply(x, attn_mask, plan._replace(carries=False), *P), None  # type: ignore[no-untyped-call]
-    y, correction, index = _AttentionBranch.apply(x, attn_mask, plan, *P)  # type: ignore[no-untyped-call]
-    return y, Carry(correction, index)
+    y, correction, places = _AttentionBranch.apply(x, attn_mask, plan, *P)  # type: ignore[no-untyped-call]
+    return y, Carry(correction, places, plan.capacity)
 
 
 def _exact(x: Tensor, mask: Tensor | None, plan: Plan, P: Parameters) -> Tensor:
@@ -141,7 +155,7 @@ class _AttentionBranch(torch.autograd.Function):
         if not plan.carries:
             return y
         ctx.set_materialize_grads(False)
-        return (y, *Carry.empty(x.shape[0] * plan.queries, y))
+        return (y, *empty_carry(x.shape[0] * plan.queries, y))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *carried: Tensor | None) -> Grads:
@@ -170,7 +184,8 @@ def _kept(plan: Plan, G: Tensor, carried: tuple[Tensor | None, ...]) -> Kept:
         return Kept(rows, G.index_select(0, rows) + carried[0])
     if plan.queries >= plan.samples.tokens:
         return Kept(torch.arange(G.shape[0], device=G.device), G)
-    return keep(G, *draw_each(row_norms(G), plan.queries, plan.uniforms, plan.samples))
+    rank = plan.queries * plan.samples.samples
+    return keep(G, *draw_queries(row_norms(G), rank, plan.capacity, plan.uniforms, plan.samples))
 
 
 class Back(NamedTuple):
@@ -205,16 +220,16 @@ def _gradients(
     plan, _, _, kept, P = back
     _, _, after = _split(plan, P)
     last = len(P) - plan.after.count
-    slots = Slots.of(kept, plan.samples)
+    slots = Slots.of(kept, plan.capacity, plan.samples)
     few = _few(back, slots, mask, saved)
     rows = KeptTape(True, iter([t.index_select(0, kept) for t in tape]))
-    _, pull = plan.after.again(token_rows(few.attended.out), after, rows, False)
+    _, pull = plan.after.again(slots.taken(few.attended.out), after, rows, False)
     dO, after_grads = pull(values, (any(wants[: 1 + last]), *wants[1 + last :]))
     if dO is None:
         return None, ((None,) * last + after_grads)
     dO = slots.heads(dO.to(few.q.dtype), plan.heads.queries)
     grads = attend_back(dO, few.q, few.k, few.v, few.attended, few.mask, plan.how)
-    dq, dk, dv = (token_rows(d) for d in grads)
+    dq, dk, dv = slots.taken(grads[0]), token_rows(grads[1]), token_rows(grads[2])
     first = plan.before.count
     through = _through_drawn if plan.keys < back.X.shape[0] else _through_all
     dX, before_grads, products = through(back, dq, dk, dv, wants[: 1 + first])
