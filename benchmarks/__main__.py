@@ -1,4 +1,4 @@
-"""python -m benchmarks linear | conv | model | memory | peak | import | page
+"""python -m benchmarks linear | conv | model | tokens | memory | peak | import | page
 
 Times exact and sketched work in turns, in random order, in one process, and reports the median of
 the ratios within a round, with quartiles. Both sides run under the same allocator settings; by
@@ -19,7 +19,7 @@ import torch
 from sketchprop.cli.show import show as show_tables
 from sketchprop.core.table import Column, Table, words
 
-from . import imports, layers, models, peak
+from . import imports, layers, models, peak, tokens
 from .page import write_page
 from .results import FOLDER, Line, plot, save, show
 from .timing import restart_pinned
@@ -50,6 +50,9 @@ def main() -> None:
     elif args.command == "model":
         names = [n for n in models.MODELS if args.only.lower() in n.lower()]
         lines = list(models.models(names, args.budgets, args.seconds, args.compile))
+    elif args.command == "tokens":
+        names = [n for n in tokens.MODELS if args.only.lower() in n.lower()]
+        lines = list(tokens.tokens(names, args.seconds, args.compile))
     elif args.command == "import":
         rows = imports.imports(args.seconds)
         extras = {"rows": rows, "target": f"{imports.TARGET_SECONDS:g} s added"}
@@ -127,6 +130,9 @@ def _parser() -> argparse.ArgumentParser:
         model.add_argument("--budgets", type=float, nargs="+", default=[0.1])
         if name == "model":
             model.add_argument("--compile", action="store_true", help="compiled steps too")
+    kept = commands.add_parser("tokens", parents=[common], help="training steps on kept tokens")
+    kept.add_argument("--only", default="", help="models whose name contains this")
+    kept.add_argument("--compile", action="store_true", help="compiled steps too")
     most = commands.add_parser("peak", parents=[common], help="peak memory and largest batch")
     most.add_argument("--only", default="", help="models whose name contains this")
     most.add_argument("--small", action="store_true", help="with a sixteenth of the batch")

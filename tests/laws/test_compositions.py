@@ -1,0 +1,370 @@
+"""Kept tokens in a block: the exact mean over all draws, in float64, of every gradient.
+
+A draw in one part decides what the next one sees, so a proof of a single sketch says nothing
+about a block. Here each block runs for every outcome of the whole tree of its draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sketchprop.core.enumeration import every_draw, expectation
+from sketchprop.core.samples import Samples
+from sketchprop.core.sampling import Uniforms, draw_uniforms
+from sketchprop.ops import branch as branch_file
+from sketchprop.ops.attention import kept_attention
+from sketchprop.ops.branch import RowWise, branch
+from sketchprop.ops.kept import draw_queries, empty_carry, slot_count
+from sketchprop.ops.postnorm import residual_norm
+from sketchprop.ops.rowwise import read
+from sketchprop.ops.sublayer import attention_branch
+
+TOLERANCE = 1e-12
+N, T, D, HEADS = 2, 3, 4, 2
+
+
+def rowwise(*modules: nn.Module) -> RowWise:
+    found = read(nn.Sequential(*modules))
+    assert found is not None
+    return RowWise(*found)
+
+
+class Block(nn.Module):
+    """A transformer block in plain torch, and once more with kept tokens."""
+
+    def __init__(self, *, first: bool = True, packed: bool = True, kv_heads: int = HEADS) -> None:
+        super().__init__()
+        size = D // HEADS * kv_heads
+        self.first, self.packed, self.kv_heads = first, packed, kv_heads
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.qkv = nn.Linear(D, D + 2 * size)
+        self.q, self.k, self.v = nn.Linear(D, D), nn.Linear(D, size), nn.Linear(D, size)
+        self.out = nn.Linear(D, D)
+        self.mlp = nn.Sequential(nn.Linear(D, 5), nn.GELU(), nn.Linear(5, D))
+        if packed:
+            del self.q, self.k, self.v
+        else:
+            del self.qkv
+
+    def attention(self, x: Tensor, **mask: object) -> Tensor:
+        size = D // HEADS * self.kv_heads
+        parts = (
+            self.qkv(x).split([D, size, size], -1)
+            if self.packed
+            else (self.q(x), self.k(x), self.v(x))
+        )
+        q, k, v = (t.unflatten(-1, (-1, D // HEADS)).transpose(1, 2) for t in parts)
+        mixed = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            enable_gqa=self.kv_heads != HEADS,
+            **mask,  # type: ignore[arg-type]
+        )
+        y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return y
+
+    def forward(self, x: Tensor, **mask: object) -> Tensor:
+        if self.first:
+            x = x + self.attention(self.norm1(x), **mask)
+            y: Tensor = x + self.mlp(self.norm2(x))
+            return y
+        x = self.norm1(x + self.attention(x, **mask))
+        z: Tensor = self.norm2(x + self.mlp(x))
+        return z
+
+
+@dataclass(frozen=True)
+class Budgets:
+    rows: float | int = 3
+    queries: float | int = 2
+    keys: float | int = 1.0
+    save: str = "activations"
+    carry: bool = True
+    capacity: float = 1.0
+
+
+def kept(block: Block, x: Tensor, b: Budgets, uniforms: Uniforms, **mask: object) -> Tensor:
+    """The same block on kept tokens."""
+    if block.packed:
+        projections: object = (block.qkv.weight, block.qkv.bias)
+    else:
+        projections = tuple((m.weight, m.bias) for m in (block.q, block.k, block.v))
+    a, carry = attention_branch(
+        x,
+        projections,  # type: ignore[arg-type]
+        rowwise(block.out),
+        heads=HEADS,
+        kv_heads=block.kv_heads,
+        norm=rowwise(block.norm1) if block.first else rowwise(),
+        queries=b.queries,
+        keys=b.keys,
+        capacity=b.capacity,
+        save=b.save,
+        residual=block.first,
+        carry=b.carry,
+        uniforms=uniforms,
+        **mask,  # type: ignore[arg-type]
+    )
+    if block.first:
+        f = nn.Sequential(block.norm2, *block.mlp)
+        return branch(f, a, b.rows, save=b.save, residual=True, carry=carry, uniforms=uniforms)
+    if carry is None:
+        y = block.norm1(x + a)
+    else:
+        y, carry = residual_norm(x, a, rowwise(block.norm1), carry)
+    m = branch(block.mlp, y, b.rows, save=b.save, carry=carry, uniforms=uniforms)
+    z: Tensor = block.norm2(y + m)
+    return z
+
+
+def gradients(modules: nn.Module, x: Tensor, output: Tensor) -> tuple[Tensor, ...]:
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).double()
+    return torch.autograd.grad((output * direction).sum(), [x, *modules.parameters()])
+
+
+def largest_error(found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
+    return max(
+        float((a - b).abs().max() / b.abs().max().clamp(min=1e-3))
+        for a, b in zip(found, truth, strict=True)
+    )
+
+
+def inputs(seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    x = torch.randn(N, T, D, dtype=torch.float64)
+    # Rows of very different size: then probabilities are far from equal.
+    return (x * torch.tensor([3.0, 1.0, 0.2]).double()[:, None]).requires_grad_()
+
+
+MASKS: dict[str, dict[str, object]] = {
+    "no mask": {},
+    "causal": {"is_causal": True},
+    "padded": {"attn_mask": torch.tensor([[True, True, False], [True] * 3])[:, None, None, :]},
+    "added": {"attn_mask": torch.linspace(-1, 1, N * T * T).double().view(N, 1, T, T)},
+}
+BUDGETS = {
+    "rows": Budgets(rows=2, queries=1.0),
+    "queries": Budgets(rows=1.0, queries=1, carry=False),
+    "keys": Budgets(rows=1.0, queries=1.0, keys=2),
+    "one draw carried": Budgets(rows=2, queries=1),
+    "fewer rows than queries": Budgets(rows=2, queries=2),
+    "a fresh draw": Budgets(rows=3, queries=2, carry=False),
+    "all three": Budgets(rows=3, queries=2, keys=4),
+    "queries that the batch shares": Budgets(rows=2, queries=1, keys=4, capacity=2.0),
+    "shared, a fresh draw": Budgets(rows=2, queries=1, capacity=2.0, carry=False),
+    "shared, from the input": Budgets(rows=2, queries=1, keys=4, capacity=2.0, save="input"),
+    "from the input": Budgets(rows=3, queries=2, keys=4, save="input"),
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["norm first", "norm last"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "separate"])
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_mean_over_all_draws_is_the_exact_gradient(
+    name: str, packed: bool, first: bool
+) -> None:
+    x = inputs()
+    block = Block(first=first, packed=packed).double()
+    truth = gradients(block, x, block(x))
+    mean = expectation(lambda u: gradients(block, x, kept(block, x, BUDGETS[name], u)))
+    assert largest_error(mean, truth) < TOLERANCE
+    one = gradients(block, x, kept(block, x, BUDGETS[name], draw_uniforms))
+    assert largest_error(one, truth) > 1e-3
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["norm first", "norm last"])
+@pytest.mark.parametrize("mask", list(MASKS)[1:])
+def test_the_mean_is_exact_behind_masks(mask: str, first: bool) -> None:
+    x = inputs()
+    block = Block(first=first).double()
+    truth = gradients(block, x, block(x, **MASKS[mask]))
+    budgets = BUDGETS["all three"]
+    mean = expectation(lambda u: gradients(block, x, kept(block, x, budgets, u, **MASKS[mask])))
+    assert largest_error(mean, truth) < TOLERANCE
+
+
+def test_the_mean_is_exact_with_grouped_heads() -> None:
+    x = inputs()
+    block = Block(packed=False, kv_heads=1).double()
+    truth = gradients(block, x, block(x))
+    mean = expectation(lambda u: gradients(block, x, kept(block, x, BUDGETS["all three"], u)))
+    assert largest_error(mean, truth) < TOLERANCE
+
+
+def test_samples_that_draw_independently_have_the_same_mean() -> None:
+    """All combinations of the uniforms of a stack, not only those where they move together."""
+    x = inputs()
+    block = Block().double()
+    truth = gradients(block, x, block(x))
+    budgets = Budgets(rows=2, queries=1)
+    mean = expectation(lambda u: gradients(block, x, kept(block, x, budgets, u)), together=False)
+    assert largest_error(mean, truth) < TOLERANCE
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["norm first", "norm last"])
+def test_two_blocks_in_a_row_have_the_exact_mean(first: bool) -> None:
+    x = inputs()
+    blocks = nn.ModuleList([Block(first=first), Block(first=first, packed=False)]).double()
+    truth = gradients(blocks, x, blocks[1](blocks[0](x)))
+    budgets = Budgets(rows=2, queries=1)
+
+    def run(u: Uniforms) -> tuple[Tensor, ...]:
+        return gradients(
+            blocks,
+            x,
+            kept(blocks[1], kept(blocks[0], x, budgets, u), budgets, u),  # type: ignore[arg-type]
+        )
+
+    assert largest_error(expectation(run), truth) < TOLERANCE
+
+
+def test_one_mask_used_twice_is_biased_and_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(g + j)_S/p_S instead of g_S/p_S + j_S: the same test sees it."""
+    x = inputs()
+    block = Block().double()
+    truth = gradients(block, x, block(x))
+    budgets = Budgets(rows=2, queries=1)
+    carried = branch_file._draw
+
+    def biased(ctx: object, G: Tensor) -> object:
+        """The correction that makes (g + j)_S into (g + j)_S/p_S, j as the exact branch has it."""
+        rows, (correction, index) = carried(ctx, G)
+        assert correction is not None
+        assert index is not None
+        middle = block.norm1(x)
+        y = (x + block.attention(middle)).detach().requires_grad_()
+        f = nn.Sequential(block.norm2, *block.mlp)
+        (j,) = torch.autograd.grad(f(y), y, _dense(rows, G).view(y.shape))
+        kept_rows = index.long()
+        g, j = G[kept_rows], j.reshape(G.shape)[kept_rows]
+        factor = 1 + correction.norm(dim=-1, keepdim=True) / g.norm(dim=-1, keepdim=True)
+        return rows, (correction + j * (factor - 1), index)
+
+    fair = expectation(lambda u: gradients(block, x, kept(block, x, budgets, u)))
+    assert largest_error(fair, truth) < TOLERANCE
+    with torch.enable_grad():
+        monkeypatch.setattr(branch_file, "_draw", torch.enable_grad()(biased))
+        twice = expectation(lambda u: gradients(block, x, kept(block, x, budgets, u)))
+    assert largest_error(twice, truth) > 0.05
+
+
+def _dense(rows: object, G: Tensor) -> Tensor:
+    index, values = rows  # type: ignore[misc]
+    return torch.zeros_like(G).index_copy_(0, index, values)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "separate"])
+def test_budget_one_is_the_exact_gradient_bit_for_bit(packed: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, D, requires_grad=True)
+    for first in (True, False):
+        block = Block(first=first, packed=packed)
+        everything = Budgets(1.0, 1.0, 1.0)
+        found = torch.autograd.grad(
+            kept(block, x, everything, draw_uniforms).sum(), [x, *block.parameters()]
+        )
+        truth = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
+        assert all(a.equal(b) for a, b in zip(found, truth, strict=True))
+
+
+def test_each_draw_asks_for_numbers_of_its_own() -> None:
+    x = inputs()
+    block = Block().double()
+    shapes: list[tuple[int, ...]] = []
+
+    def uniforms(p: Tensor, shape: tuple[int, ...]) -> Tensor:
+        shapes.append(shape)
+        return draw_uniforms(p, shape)
+
+    gradients(block, x, kept(block, x, Budgets(rows=3, queries=2, keys=4), uniforms))
+    # Queries of each sample, rows among them, keys: the attention below makes no draw of its own.
+    assert shapes == [(N,), (), ()]
+
+
+@pytest.mark.parametrize("where", [(0, 0), (0, 2), (1, 1)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_seen_whatever_is_dropped(
+    where: tuple[int, int], value: float
+) -> None:
+    x = inputs()
+    block = Block().double()
+    for _, found in every_draw_of_finite(block, x, where, value):
+        assert not all(g.isfinite().all() for g in found)
+
+
+def every_draw_of_finite(
+    block: Block, x: Tensor, where: tuple[int, int], value: float
+) -> list[tuple[float, tuple[Tensor, ...]]]:
+    found = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        y = kept(block, x, Budgets(rows=2, queries=1), draw_uniforms)
+        direction = torch.ones_like(y)
+        direction[where] = value
+        grads = torch.autograd.grad(y, [x, *block.parameters()], direction)
+        found.append((1.0, grads))
+    return found
+
+
+def test_rows_without_a_gradient_are_free_and_add_nothing() -> None:
+    """One label for a sample: where all rows that carry it are kept, the gradient is exact."""
+    x = inputs()
+    block = Block().double()
+    select = torch.zeros(N, T, D, dtype=torch.float64)
+    select[:, 1] = torch.randn(N, D, dtype=torch.float64)
+
+    def back(y: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad((y * select).sum(), [x, *block.parameters()])
+
+    truth = back(block(x))
+    for chance, found in every_draw(lambda u: back(kept(block, x, Budgets(rows=2, queries=1), u))):
+        assert chance > 0
+        assert largest_error(found, truth) < TOLERANCE
+
+
+def test_attention_finds_the_rows_that_the_projection_behind_it_drew() -> None:
+    """Two draws of one size: the second keeps the rows of the first with p = 1."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(N, HEADS, 5, 3, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    direction = torch.zeros(N, HEADS, 5, 3, dtype=torch.float64)
+    direction[0, :, [1, 4]] = 1.0
+    direction[1, :, [0, 3]] = -2.0
+    run: Callable[..., Tensor] = F.scaled_dot_product_attention
+    truth = torch.autograd.grad(run(q, k, v), [q, k, v], direction)
+    found = torch.autograd.grad(kept_attention(q, k, v, queries=2), [q, k, v], direction)
+    assert largest_error(found, truth) < TOLERANCE
+
+
+@pytest.mark.parametrize("capacity", [1.0, 1.5, 2.0])
+def test_probabilities_that_a_batch_shares_fill_the_budget_and_no_sample_too_much(
+    capacity: float,
+) -> None:
+    """Samples of very different size, one without any gradient: Σ p = r, at most so many each."""
+    torch.manual_seed(0)
+    samples = Samples(1, 5, 8)
+    size = torch.tensor([100.0, 3.0, 1.0, 0.1, 0.0], dtype=torch.float64)[:, None]
+    norms = (torch.rand(5, 8, dtype=torch.float64) * size).flatten()
+    most = slot_count(capacity, 2, 8)
+    counts = []
+    for _ in range(50):
+        rows, scale = draw_queries(norms, 10, most, draw_uniforms, samples)
+        assert rows.unique().numel() == 10
+        assert (scale >= 1 - 1e-12).all()
+        counts.append(torch.bincount(rows // 8, minlength=5))
+    seen = torch.stack(counts)
+    assert int(seen.max()) == most
+    assert capacity == 1.0 or int(seen[:, 4].max()) == 0
+
+
+def test_a_carry_takes_no_memory() -> None:
+    correction, rows = empty_carry(6, torch.zeros(3, 4))
+    assert correction.shape == (6, 4)
+    assert correction.untyped_storage().nbytes() == 4
+    assert rows.dtype == torch.float64

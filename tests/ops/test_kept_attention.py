@@ -1,0 +1,317 @@
+"""Attention on kept queries: means over all draws, masks, heads, shapes, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sketchprop.core.enumeration import expectation
+from sketchprop.core.sampling import Uniforms, draw_uniforms
+from sketchprop.ops import attend as attend_file
+from sketchprop.ops.attend import Attending
+from sketchprop.ops.attention import kept_attention
+from sketchprop.ops.branch import RowWise, branch
+from sketchprop.ops.rowwise import Chain, Dropout, LayerNorm, Linear
+from sketchprop.ops.sublayer import attention_branch
+
+N, H, T, D = 2, 4, 5, 3
+
+
+def heads(count: int = H, tokens: int = T, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(N, tokens, count, D, dtype=dtype).transpose(1, 2).requires_grad_()
+
+
+def padding() -> Tensor:
+    mask = torch.ones(N, 1, 1, T, dtype=torch.bool)
+    mask[0, ..., 3:] = False
+    return mask
+
+
+CASES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "padding": {"attn_mask": padding()},
+    "a row each": {"attn_mask": torch.ones(T, T, dtype=torch.bool).tril()},
+    "added, for each head": {
+        "attn_mask": torch.linspace(-2, 2, N * H * T * T).double().view(N, H, T, T)
+    },
+    "a query that sees nothing": {
+        "attn_mask": torch.ones(T, T, dtype=torch.bool).tril(-1).unsqueeze(0)
+    },
+    "scaled": {"scale": 0.3},
+    "dropout": {"dropout_p": 0.3},
+    "dropout and causal": {"dropout_p": 0.3, "is_causal": True},
+}
+
+
+def grads_of(y: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)
+    return torch.autograd.grad((y * weights).sum(), inputs)
+
+
+def apart(found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(found, truth, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("case", "engine"),
+    [
+        (case, engine)
+        for case in CASES
+        for engine in ("flash", "again", "formulas")[2 * ("dropout" in case) :]
+    ],
+)
+def test_the_mean_over_all_draws_is_the_exact_gradient(
+    case: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernel of CPUs, and with the two ways of other devices."""
+    arguments = CASES[case]
+    monkeypatch.setattr(Attending, "engine", lambda how, q, v: engine)
+    torch.manual_seed(0)
+    inputs = heads(), heads(), heads()
+
+    def run(uniforms: Uniforms) -> tuple[Tensor, ...]:
+        torch.manual_seed(1)
+        return grads_of(
+            kept_attention(*inputs, queries=2, uniforms=uniforms, **arguments),
+            inputs,  # type: ignore[arg-type]
+        )
+
+    torch.manual_seed(1)
+    truth = grads_of(F.scaled_dot_product_attention(*inputs, **arguments), inputs)  # type: ignore[arg-type]
+    # torch's dropout divides by 1 - p in float32.
+    assert apart(expectation(run), truth) < (1e-6 if "dropout_p" in arguments else 1e-12)
+    assert apart(run(draw_uniforms), truth) > 1e-3
+
+
+@pytest.mark.parametrize("engine", ["flash", "again", "formulas"])
+@pytest.mark.parametrize("few", [1, 2])
+def test_grouped_heads_have_the_exact_mean(
+    few: int, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Attending, "engine", lambda how, q, v: engine)
+    torch.manual_seed(0)
+    inputs = heads(), heads(few), heads(few)
+    truth = grads_of(F.scaled_dot_product_attention(*inputs, enable_gqa=True), inputs)
+    mean = expectation(
+        lambda u: grads_of(kept_attention(*inputs, enable_gqa=True, queries=2, uniforms=u), inputs)
+    )
+    assert apart(mean, truth) < 1e-12
+
+
+@pytest.mark.parametrize("engine", ["flash", "again", "formulas"])
+@pytest.mark.parametrize("case", ["plain", "causal", "padding", "added, for each head"])
+def test_queries_that_the_batch_shares_have_the_exact_mean(
+    case: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Attending, "engine", lambda how, q, v: engine)
+    torch.manual_seed(0)
+    inputs = heads(), heads(), heads()
+    arguments = CASES[case]
+    truth = grads_of(F.scaled_dot_product_attention(*inputs, **arguments), inputs)  # type: ignore[arg-type]
+    mean = expectation(
+        lambda u: grads_of(
+            kept_attention(*inputs, queries=2, capacity=1.5, uniforms=u, **arguments),  # type: ignore[arg-type]
+            inputs,
+        )
+    )
+    assert apart(mean, truth) < 1e-12
+
+
+def test_cross_attention_has_the_exact_mean() -> None:
+    torch.manual_seed(0)
+    inputs = heads(), heads(tokens=7), heads(tokens=7)
+    truth = grads_of(F.scaled_dot_product_attention(*inputs), inputs)
+    mean = expectation(lambda u: grads_of(kept_attention(*inputs, queries=2, uniforms=u), inputs))
+    assert apart(mean, truth) < 1e-12
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "dropout" not in c])
+def test_forward_is_torch_bit_for_bit(case: str) -> None:
+    inputs = heads(), heads(), heads()
+    found = kept_attention(*inputs, queries=2, **CASES[case])  # type: ignore[arg-type]
+    truth = F.scaled_dot_product_attention(*inputs, **CASES[case])  # type: ignore[arg-type]
+    # torch has another kernel for a mask of three axes.
+    assert torch.allclose(found, truth) if "nothing" in case else found.equal(truth)
+
+
+def test_all_queries_are_torch_itself() -> None:
+    inputs = heads(), heads(), heads()
+    found = grads_of(kept_attention(*inputs, queries=1.0), inputs)
+    truth = grads_of(F.scaled_dot_product_attention(*inputs), inputs)
+    assert all(a.equal(b) for a, b in zip(found, truth, strict=True))
+
+
+def test_one_token_and_no_sample() -> None:
+    one = tuple(torch.randn(2, H, 1, D, requires_grad=True) for _ in range(3))
+    grads_of(kept_attention(*one, queries=0.3), one)
+    none = tuple(torch.randn(0, H, 4, D, requires_grad=True) for _ in range(3))
+    assert [g.shape[0] for g in grads_of(kept_attention(*none, queries=0.3), none)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("token", [0, 3])
+def test_a_gradient_that_is_not_finite_is_seen(token: int) -> None:
+    inputs = heads(), heads(), heads()
+    y = kept_attention(*inputs, queries=1)
+    direction = torch.ones_like(y)
+    direction[1, 2, token, 0] = float("nan")
+    assert all(not g.isfinite().all() for g in torch.autograd.grad(y, inputs, direction))
+
+
+def test_a_mask_that_learns_makes_it_exact() -> None:
+    bias = torch.randn(T, T, dtype=torch.float64, requires_grad=True)
+    inputs = heads(), heads(), heads()
+    found = grads_of(kept_attention(*inputs, bias, queries=1), (*inputs, bias))
+    truth = grads_of(F.scaled_dot_product_attention(*inputs, bias), (*inputs, bias))
+    assert apart(found, truth) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"attn_mask": torch.ones(N, T, dtype=torch.bool)}, ValueError, "None, None, :"),
+        ({"attn_mask": torch.ones(T, T, dtype=torch.int64)}, TypeError, "bool mask"),
+        ({"attn_mask": padding(), "is_causal": True}, ValueError, "exclude each other"),
+        ({"queries": 0.0}, ValueError, "budget=0.0"),
+        ({"capacity": 0.5}, ValueError, "capacity=0.5"),
+    ],
+)
+def test_bad_masks_name_the_fix(
+    arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        kept_attention(heads(), heads(), heads(), **{"queries": 2, **arguments})  # type: ignore[arg-type]
+
+
+def test_bad_heads_name_the_fix() -> None:
+    with pytest.raises(ValueError, match="enable_gqa=True"):
+        kept_attention(heads(), heads(2), heads(2), queries=2)
+    with pytest.raises(ValueError, match="4 query heads do not fit 3"):
+        kept_attention(heads(), heads(3), heads(3), queries=2, enable_gqa=True)
+    with pytest.raises(ValueError, match=r"q\.unsqueeze\(1\)"):
+        kept_attention(heads()[0], heads()[0], heads()[0])
+    nested = torch.nested.nested_tensor([torch.randn(H, 3, D), torch.randn(H, 2, D)])
+    with pytest.raises(TypeError, match="pad them"):
+        kept_attention(nested, nested, nested)
+
+
+@pytest.mark.parametrize("case", ["plain", "causal", "padding", "added, for each head", "dropout"])
+def test_compiled_in_one_graph_the_draw_is_that_of_eager(case: str) -> None:
+    torch._dynamo.reset()
+    inputs = heads(), heads(), heads()
+
+    def run(*inputs: Tensor) -> Tensor:
+        return kept_attention(*inputs, queries=2, **CASES[case])  # type: ignore[arg-type]
+
+    fast = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        torch.manual_seed(seed)
+        eager = grads_of(run(*inputs), inputs)
+        torch.manual_seed(seed)
+        assert apart(grads_of(fast(*inputs), inputs), eager) < 1e-9
+
+
+class Whole(nn.Module):
+    """A block with dropout in attention and behind it, and a carried draw."""
+
+    def __init__(self, save: str = "activations", dropout: float = 0.2) -> None:
+        super().__init__()
+        self.save, self.dropout = save, dropout
+        self.norm = nn.LayerNorm(8)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+
+    def forward(self, x: Tensor, exact: bool = False) -> Tensor:
+        norm = RowWise(Chain((LayerNorm(1e-5),)), (self.norm.weight, self.norm.bias))
+        steps = (Linear(), Dropout(self.dropout)) if self.dropout else (Linear(),)
+        out = RowWise(Chain(steps), (self.out.weight, self.out.bias))
+        y, carry = attention_branch(
+            x, (self.qkv.weight, self.qkv.bias), out, heads=2, norm=norm, dropout_p=self.dropout,
+            queries=1.0 if exact else 0.5, keys=1.0 if exact else 0.75, save=self.save,
+            residual=True, carry=True,
+        )  # fmt: skip
+        rows = 1.0 if exact else 0.25
+        return branch(self.mlp, y, rows, residual=True, carry=carry, save=self.save)
+
+
+@pytest.mark.parametrize("save", ["activations", "input"])
+def test_dropout_has_one_mask_in_both_passes(save: str) -> None:
+    """Few rows carry a gradient, all are kept: equal to autograd through the same dropout."""
+    torch.manual_seed(0)
+    block = Whole(save).double()
+    x = torch.randn(3, 8, 8, dtype=torch.float64, requires_grad=True)
+    inputs = (x, *block.out.parameters(), *block.mlp.parameters())
+    select = torch.zeros(3, 8, 1, dtype=torch.float64)
+    select[:, 2] = 1
+    found, truth = [], []
+    for exact, grads in ((False, found), (True, truth)):
+        torch.manual_seed(4)
+        grads.extend(grads_of(block(x, exact) * select, inputs))
+    # x also through k and v, whose rows are drawn: their means are proven elsewhere.
+    assert apart(tuple(found[1:]), tuple(truth[1:])) < 1e-6
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("save", ["activations", "input"])
+def test_a_compiled_block_carries_its_draw_as_eager_does(save: str, dropout: float) -> None:
+    torch._dynamo.reset()
+    block = Whole(save, dropout)
+    x = torch.randn(3, 8, 8, requires_grad=True)
+    inputs = (x, *block.parameters())
+    fast = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        torch.manual_seed(seed)
+        eager = grads_of(block(x), inputs)
+        torch.manual_seed(seed)
+        assert apart(grads_of(fast(x), inputs), eager) < 1e-4
+
+
+def test_autocast_runs_in_its_dtype_and_gives_gradients_of_the_parameters() -> None:
+    block = Whole(dropout=0.0)
+    x = torch.randn(3, 8, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = block(x)
+    inputs = (x, *block.parameters())
+    grads = grads_of(y.float(), inputs)
+    assert all(
+        g.dtype == p.dtype and g.isfinite().all() for g, p in zip(grads, inputs, strict=True)
+    )
+
+
+def test_a_carry_for_a_branch_that_keeps_all_is_refused() -> None:
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    block = Whole(dropout=0.0)
+    norm = RowWise(Chain(()), ())
+    out = RowWise(Chain((Linear(),)), (block.out.weight, block.out.bias))
+    y, carry = attention_branch(
+        x, (block.qkv.weight, block.qkv.bias), out, heads=2, norm=norm, queries=0.5, carry=True
+    )
+    with pytest.raises(ValueError, match="no draw to carry"):
+        branch(block.mlp, y, 1.0, carry=carry)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"heads": 5}, "heads=5"),
+        ({"heads": 2, "save": "x"}, "save='x'"),
+        ({"heads": 2, "attn_mask": torch.ones(3, 3)}, "broadcast"),
+    ],
+)
+def test_a_sub_layer_names_what_does_not_fit(arguments: dict[str, object], message: str) -> None:
+    block = Whole()
+    out = RowWise(Chain((Linear(),)), (block.out.weight, block.out.bias))
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=message):
+        attention_branch(x, (block.qkv.weight, block.qkv.bias), out, **arguments)  # type: ignore[arg-type]
+
+
+def test_the_engine_is_torchs_kernel_on_cpus() -> None:
+    q = torch.randn(1, 1, 2, 4)
+    assert Attending().engine(q, q) == "flash"
+    assert Attending(dropout_p=0.1).engine(q, q) == "formulas"
+    assert Attending().engine(q, q[..., :2]) == "formulas"
+    assert attend_file.added(None, torch.float32) is None
