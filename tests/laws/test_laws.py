@@ -121,8 +121,7 @@ def test_the_enumeration_agrees_with_all_outcomes_of_the_coins(variant, budget):
 @pytest.mark.parametrize("budget", [0.3, 0.5, 1])
 @pytest.mark.parametrize(
     "variant",
-    tuple(v for v in FIXED if not v.is_nested)
-    + tuple(v for v in PAPER if v.sampling == "fixed"),
+    tuple(v for v in FIXED if not v.is_nested) + tuple(v for v in PAPER if v.sampling == "fixed"),
     ids=str,
 )
 def test_the_enumeration_agrees_with_a_fine_grid_of_uniforms(variant, budget):
@@ -266,7 +265,12 @@ def test_rows_that_start_at_zero_never_get_a_gradient_with_the_literal_formula()
     u = torch.linspace(0, 0.999, 200, dtype=torch.float64)
     for paper in (True, False):
         sketch = sp.Diagonal(2, paper=paper)
-        rows = torch.stack([sketch(sp.Vjp(G, W), fixed(v)).weight_grad(X) for v in u]).abs().amax((0, 2)) > 0
+        rows = (
+            torch.stack([sketch(sp.Vjp(G, W), fixed(v)).weight_grad(X) for v in u])
+            .abs()
+            .amax((0, 2))
+            > 0
+        )
         assert rows.tolist() == [True, not paper, True, True, not paper, True]
 
 
@@ -328,8 +332,8 @@ def _assert_size(compact, sketch, B, n, d):
             if own is None:
                 assert isinstance(side, Whole)
             else:
-                side = side.weight if isinstance(side, TwoSided) else side
-                _assert_size(side, own, B, n, d)
+                inner = side.weight if isinstance(side, TwoSided) else side
+                _assert_size(inner, own, B, n, d)
         return
     rank = sketch.rank(sketch.atom_count(B, n, d))
     if isinstance(compact, MaskedElements):

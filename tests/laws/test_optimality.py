@@ -139,7 +139,9 @@ def test_l2_minimises_the_error_of_the_gradient_among_columns():
     a = G.square().sum(0)
     sketch = sp.L2(2, sampling="independent")
     least = float(expectation(sketch, G, W, lambda c: (c.dense() - G).square().sum()))
-    assert least == pytest.approx(float((a / sketch.atoms(sp.Vjp(G, W)).probabilities - a).sum()), rel=1e-9)
+    assert least == pytest.approx(
+        float((a / sketch.atoms(sp.Vjp(G, W)).probabilities - a).sum()), rel=1e-9
+    )
     for _ in range(300):
         assert least <= float((a / random_feasible(7, 2) - a).sum()) * (1 + 1e-12)
 

@@ -107,9 +107,7 @@ def test_probabilities_are_the_optimum_for_dw():
     X *= torch.rand(40, 1).double().exp().square()
     energy = G.square().sum(1) * X.square().sum(1)
     variances = {
-        by: float(
-            (energy * (1 / sp.Rows(8, by=by).atoms(sp.Vjp(G, W, X)).probabilities - 1)).sum()
-        )
+        by: float((energy * (1 / sp.Rows(8, by=by).atoms(sp.Vjp(G, W, X)).probabilities - 1)).sum())
         for by in RULES
     }
     best = float((energy * (1 / sp.optimal_probabilities(energy, 8) - 1)).sum())
@@ -230,7 +228,9 @@ def test_a_convolution_by_samples_is_unbiased_exactly():
         return torch.autograd.grad(y, inputs, G)
 
     true = torch.autograd.grad(nn.functional.conv2d(x, weight, bias, padding=1), inputs, G)
-    assert_close(mean_over_u(draw, sketch.atoms(sp.Vjp(G.flatten(1))).probabilities.cumsum(0)), true)
+    assert_close(
+        mean_over_u(draw, sketch.atoms(sp.Vjp(G.flatten(1))).probabilities.cumsum(0)), true
+    )
 
 
 def test_tokens_cannot_take_a_kernel():

@@ -251,7 +251,9 @@ def test_complex_layers_are_left_exact_with_a_reason():
     assert "complex" in sp.summary(model).layers[0].note
     x = torch.randn(5, 4, dtype=torch.complex64, requires_grad=True)
     weight = torch.randn(3, 4, dtype=torch.complex64, requires_grad=True)
-    got = torch.autograd.grad(sp.sketched_linear(x, weight, None, sp.L1(1)).abs().sum(), (x, weight))
+    got = torch.autograd.grad(
+        sp.sketched_linear(x, weight, None, sp.L1(1)).abs().sum(), (x, weight)
+    )
     wanted = torch.autograd.grad(F.linear(x, weight).abs().sum(), (x, weight))
     assert same(got, wanted)
 
@@ -475,7 +477,9 @@ def test_summary_rows():
     assert rows["0"].kept == rows["2"].kept == 0.25
     assert rows["0"].shape == (32, 64)
     assert rows["0"].kind == "SketchedLinear"
-    assert rows["0"].flops == pytest.approx(sp.L1(8).cost(Size(256, 32, 64)).total / (4 * 256 * 32 * 64))
+    assert rows["0"].flops == pytest.approx(
+        sp.L1(8).cost(Size(256, 32, 64)).total / (4 * 256 * 32 * 64)
+    )
     assert 0.25 < rows["0"].flops < 0.3
     assert rows["3"].sketch is None
     assert "Bilinear" in rows["3"].note

@@ -1,7 +1,6 @@
 """Rows drawn in forward: unbiased, and only r rows of X are saved."""
 
 import math
-
 from dataclasses import replace
 
 import pytest
@@ -294,7 +293,9 @@ def test_errors_say_what_to_type():
     with pytest.raises(ValueError, match="'uniform'"):
         sp.ForwardRows(0.1, by="gradient")
     with pytest.raises(ValueError, match="RunningNorms serves rows drawn in forward"):
-        sp.sketch_(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), sp.L1(1), planner=sp.RunningNorms())
+        sp.sketch_(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), sp.L1(1), planner=sp.RunningNorms()
+        )
     with pytest.raises(TypeError, match="linear layers and attention only"):
         sp.sketched_conv(
             torch.randn(2, 3, 8, 8), torch.randn(4, 3, 1, 1), None, sp.ForwardRows(0.3)

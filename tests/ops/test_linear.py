@@ -251,7 +251,9 @@ def test_without_a_bias(variant):
     sketch = variant(0.5)
     u = by_shape()
     x = leaf(X)
-    got = torch.autograd.grad(sp.sketched_linear(x, weight, None, sketch, uniforms=u), (x, weight), G)
+    got = torch.autograd.grad(
+        sp.sketched_linear(x, weight, None, sketch, uniforms=u), (x, weight), G
+    )
     assert_same(got, fast(leaf(X), weight, bias, sketch, G, u)[:2])
 
 
