@@ -221,7 +221,10 @@ def chained() -> dict[str, Any]:
 
 
 def joined() -> dict[str, Any]:
-    """Ranks with different numbers of batches, under join; then in step again."""
+    """Ranks with different numbers of batches, under join; then in step again, densely.
+
+    torch does not say that a join has ended.
+    """
     model, shared = parallel(sp.L1(0.3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with model.join():
@@ -239,8 +242,7 @@ def joined() -> dict[str, Any]:
     return {
         "finite": finite,
         "z": z,
-        "sharing": shared.sharing(),
-        "ratio": shared.counter.take().kinds["gradients"].ratio,
+        "kinds": set(shared.counter.take().kinds),
         "last": last,
     }
 
@@ -416,8 +418,7 @@ def test_uneven_inputs_under_join(results) -> None:
     for record in ranks:
         assert record["finite"]
         assert record["z"] < Z_LIMIT
-        assert len(record["sharing"]) == 3
-        assert record["ratio"] < 0.6
+        assert record["kinds"] == {"gradients, dense"}
     assert equal(ranks[0]["last"], ranks[1]["last"])
     for record in of(results, join_is_exact):
         assert record["z"] < Z_LIMIT

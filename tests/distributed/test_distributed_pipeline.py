@@ -363,7 +363,7 @@ def test_another_budget_is_an_error_on_both_ends(results) -> None:
 @pytest.mark.parametrize(
     ("sketch", "hint"),
     [
-        (sp.L1(0.1, sampling="independent"), "sampling='exact'"),
+        (sp.L1(0.1, sampling="independent"), "sampling='fixed'"),
         (sp.ElementMask(0.1), "gradient alone"),
         (sp.Diagonal(0.1), "gradient alone"),
     ],

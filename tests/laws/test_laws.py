@@ -332,8 +332,8 @@ def _assert_size(compact, sketch, B, n, d):
             if own is None:
                 assert isinstance(side, Whole)
             else:
-                side = side.weight if isinstance(side, TwoSided) else side
-                _assert_size(side, own, B, n, d)
+                inner = side.weight if isinstance(side, TwoSided) else side
+                _assert_size(inner, own, B, n, d)
         return
     rank = sketch.rank(sketch.atom_count(B, n, d))
     if isinstance(compact, MaskedElements):

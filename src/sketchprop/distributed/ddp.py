@@ -241,9 +241,10 @@ def share_draws_(model: DistributedDataParallel, counter: WireCounter | None = N
     step is dense; from then on a layer's probabilities come from the last step's weights, with a
     floor that keeps them unbiased. Call it on every rank, after ``sketch_`` and before training.
 
-    Kept rows are for linear layers with a column sketch (L1, L2, Diagonal, ...) and exact
-    sampling. All else is reduced densely: biases, other layers, tied weights, and weights that
-    the first step finds in any exact use.
+    Kept rows are for linear layers with a column sketch (L1, L2, Diagonal, ...) and draws of a
+    fixed size. All else is reduced densely: biases, other layers, tied weights, weights that
+    the first step finds in any exact use or above themselves, and everything under
+    ``model.join()`` and after it (torch does not say when it has ended).
 
     **It costs variance.** Independent draws, the default of DDP, average out over the ranks: the
     noise that sketches add falls with their number. A shared draw does not: where the ranks'
