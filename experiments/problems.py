@@ -28,7 +28,7 @@ PACKAGES = ("asyncio", "ctypes", "email", "encodings", "http", "idlelib", "impor
             "multiprocessing", "tkinter", "unittest", "urllib", "xml")  # fmt: skip
 """Of the standard library: which one is a snippet from?"""
 HELD = 8
-"""Every so manieth stretch of text is kept apart for evaluation."""
+"""One stretch of text in eight is kept apart for evaluation."""
 
 
 def in_blocks(module: nn.Module, name: str) -> bool:

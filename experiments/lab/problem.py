@@ -19,6 +19,7 @@ import sketchprop as sp
 from sketchprop.layers import select
 
 from ..methods import BATCH, EXACT, METHODS, SAMPLED, colour, make_sketch, share_of
+from . import ExperimentError
 from .checkpoints import FOLDER, Checkpoint, Checkpoints, State
 from .engine import one_thread
 from .pages import made_on, read_json, write_json
@@ -31,7 +32,7 @@ from .trainer import Batch, Recipe, Trainer, accuracy, generator, initialised, s
 EVERYWHERE = "everywhere"
 """The first and last layer are sketched too, so that one draw serves all."""
 WARM_UP = 0.05
-"""The share of all steps in which the learning rate rises to its value; constant after it."""
+"""The share of all steps in which the learning rate rises to its value."""
 MEASURED = "measured.json"
 LINES = {0.5: ":", 0.3: "-", 0.1: "--"}
 
@@ -75,14 +76,23 @@ class Problem:
             return step_flops(model, self.loss, batch, share_of(sketch, SAMPLED))
 
     def trainer(
-        self, rate: float, seed: int, marks: Sequence[int], sketch: str = "", layers: str = "all"
+        self,
+        rate: float,
+        seed: int,
+        marks: Sequence[int],
+        sketch: str = "",
+        layers: str = "all",
+        decay: bool = False,
     ) -> Trainer:
-        """A run from its seed, evaluated after each of ``marks``; the last is its end."""
+        """A run from its seed, evaluated after each of ``marks``; the last is its end.
+
+        The rate rises over the first steps, then stays or, with ``decay``, falls to zero.
+        """
         options: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0}
         if self.adam:
             options = {"optimizer": "adamw", "weight_decay": 0.05}
         warmup = round(WARM_UP * marks[-1])
-        recipe = Recipe(learning_rate=rate, steps=marks[-1], warmup=warmup, decay=False, **options)
+        recipe = Recipe(learning_rate=rate, steps=marks[-1], warmup=warmup, decay=decay, **options)
 
         def evaluate(model: nn.Module) -> tuple[float, float]:
             return accuracy(model, self.validation()), accuracy(model, self.test())
@@ -141,6 +151,11 @@ class ProblemCell(Cell):
         return self.task
 
     def learning_rate(self, index: int) -> float:
+        if not 0 <= index < len(self.rates):
+            raise ExperimentError(
+                f"learning_rates has {index}, and rates = {list(self.rates)} has no such place; "
+                f"use learning_rates = {list(range(len(self.rates)))}"
+            )
         return self.rates[index]
 
     def problem(self) -> str:
@@ -149,9 +164,13 @@ class ProblemCell(Cell):
     def marks(self, steps: int) -> list[int]:
         return [round(steps * point / self.points) for point in range(1, self.points + 1)]
 
+    def step_cost(self, problem: Problem) -> float:
+        """What a step costs over an exact one: by FLOPs, where a study does not measure times."""
+        return step_ratio(problem, self.sketch, self.layers)
+
     def trainer(self, problem: Problem, run: Run) -> tuple[Trainer, float]:
         """The run, and what its step costs over an exact one."""
-        ratio = step_ratio(problem, self.sketch, self.layers)
+        ratio = self.step_cost(problem)
         marks = self.marks(max(self.points, round(self.length / ratio)))
         made = problem.trainer(run.learning_rate, run.seed, marks, self.sketch, self.layers)
         return made, ratio

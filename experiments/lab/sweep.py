@@ -241,7 +241,10 @@ def make_sweep(
     extras = [p for part in content.get("extra", ()) for p in _extra(protocol, part, path)]
     sweep = Sweep(name, protocol, {figure: figures[figure] for figure in names}, tuple(extras))
     for point in sweep.select(names, extras=True):
-        make_sketch(point.cell.sketch)  # a wrong budget or expression shows before hours of work
+        # A wrong budget, expression or rate shows before hours of work.
+        make_sketch(point.cell.sketch)
+        for index in point.protocol.learning_rates:
+            point.cell.learning_rate(index)
     return sweep
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from experiments import problems
 from experiments.__main__ import main
+from experiments.lab import ExperimentError
 from experiments.lab.checkpoints import Checkpoint
 from experiments.lab.engine import in_rotation, run_sweep
 from experiments.lab.pictures import Parts
@@ -185,6 +186,13 @@ def test_ways_spend_the_same_cost_and_keep_their_best_rate(tmp_path):
     assert 0.3 < costs["sampled-0.3"] < 0.9
     assert max(m["test"] for track in contest.tracks for m in track.moments) > 80
     assert len(contest.table("halves")) == 4 * len(contest.tracks)
+
+
+def test_a_learning_rate_that_is_not_listed_is_refused_before_anything_runs(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[[extra]]\ntask = "mlp"\nrates = [0.1]\nmethods = ["exact"]')
+    with pytest.raises(ExperimentError, match=r"rates = \[0.1\] has no such place; use .* \[0\]"):
+        PAY.load(str(path))
 
 
 def test_where_an_accuracy_was_reached():
