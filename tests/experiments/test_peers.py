@@ -60,7 +60,7 @@ def test_peers_train_a_model(sketch):
 
 
 def test_rows_in_random_order_are_unbiased_rows():
-    G, W, X = layer(9, 4, 3)
+    G, *_ = layer(9, 4, 3)
     kept = torch.stack([ShuffledRows(3)(sp.Vjp(G)).dense() for _ in range(2000)])
     spread = kept.std(0) / len(kept) ** 0.5
     z = (kept.mean(0) - G).abs() / spread.clamp(min=1e-12)

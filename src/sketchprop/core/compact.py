@@ -17,11 +17,21 @@ __all__ = ["CompactGradient"]
 
 
 @dataclass(frozen=True)
-class KeptColumns:
-    """Some columns of Ĝ: ``values[..., B, r]`` are its columns ``index[..., r]`` of ``n``."""
+class Kept:
+    """The part of Ĝ that is not zero, and where it is."""
 
     index: Tensor
     values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + 4 * self.index.numel()
+
+
+@dataclass(frozen=True)
+class KeptColumns(Kept):
+    """Some columns of Ĝ: ``values[..., B, r]`` are its columns ``index[..., r]`` of ``n``."""
+
     n: int
 
     def dense(self) -> Tensor:
@@ -44,10 +54,6 @@ class KeptColumns:
     def bias_grad(self) -> Tensor:
         return scatter_columns(self.values.sum(-2, keepdim=True), self.index, self.n).squeeze(-2)
 
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + 4 * self.index.numel()
-
 
 @dataclass(frozen=True)
 class ColumnAtoms(Atoms):
@@ -59,11 +65,9 @@ class ColumnAtoms(Atoms):
 
 
 @dataclass(frozen=True)
-class KeptRows:
+class KeptRows(Kept):
     """Some rows of Ĝ: ``values[..., r, n]`` are its rows ``index[..., r]`` of ``B``."""
 
-    index: Tensor
-    values: Tensor
     B: int
 
     def dense(self) -> Tensor:
@@ -77,10 +81,6 @@ class KeptRows:
 
     def bias_grad(self) -> Tensor:
         return self.values.sum(-2)
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + 4 * self.index.numel()
 
 
 @dataclass(frozen=True)
@@ -232,32 +232,21 @@ class TwoSided:
 
 
 @dataclass(frozen=True)
-class MaskedElements:
+class MaskedElements(Whole):
     """The paper's per-element mask: G whole, against a masked W and a masked X.
 
     Not smaller and not faster: dense products with zeros in them. ``weight_mask[..., n, d]`` and
     ``input_mask[..., B, d]`` hold 1/p where an element is kept and 0 elsewhere.
     """
 
-    G: Tensor
     weight_mask: Tensor
     input_mask: Tensor
-
-    def dense(self) -> Tensor:
-        return self.G
 
     def input_grad(self, W: Tensor) -> Tensor:
         return self.G @ (W * self.weight_mask)
 
     def weight_grad(self, X: Tensor) -> Tensor:
         return self.G.mT @ (X * self.input_mask)
-
-    def bias_grad(self) -> Tensor:
-        return self.G.sum(-2)
-
-    @property
-    def nbytes(self) -> int:
-        return self.G.nbytes
 
 
 @dataclass(frozen=True)

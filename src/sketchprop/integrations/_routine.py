@@ -14,7 +14,7 @@ from ..layers.schedule import Schedule, set_budget_
 from ..layers.transform import Filter, sketch_, unsketch_
 from ..meters.noise.passes import Loss
 from ..meters.noise.variance import measure_variance
-from ..sketches import Sketch
+from ..sketches import AnySketch, Planner
 
 Metrics = Callable[[nn.Module], Mapping[str, float]]
 """Further values to log, by name, from the model as it is."""
@@ -24,8 +24,9 @@ Metrics = Callable[[nn.Module], Mapping[str, float]]
 class Routine:
     """What to do to a model while it trains: a function of the step, so it holds no state."""
 
-    sketch: Sketch | Mapping[str, Sketch | None] | None
+    sketch: AnySketch | Mapping[str, AnySketch | None] | None
     filter_fn: Filter | None
+    planner: Planner | None
     schedule: Schedule | None
     metrics: Metrics | None
     rows: int
@@ -43,7 +44,7 @@ class Routine:
     def begin(self, model: nn.Module, step: int) -> None:
         """Sketches ``model`` and gives it the budget of ``step``."""
         if self.sketch is not None:
-            sketch_(model, self.sketch, self.filter_fn)
+            sketch_(model, self.sketch, self.filter_fn, planner=self.planner)
         self.follow(model, step)
 
     def follow(self, model: nn.Module, step: int) -> None:
@@ -69,12 +70,36 @@ class Routine:
         return f"sketch={self.sketch!r}, schedule={self.schedule!r}"
 
 
-def check_log_every(log_every: int | None) -> None:
-    if log_every is not None and (isinstance(log_every, bool) or log_every < 1):
-        raise ValueError(
-            f"log_every={log_every!r} is no number of steps; give for example 50, or None to log "
-            "whenever the trainer does"
-        )
+class SketchOptions:
+    """What every callback takes.
+
+    ``sketch``, ``filter_fn`` and ``planner``: as for ``sketch_``; ``None`` leaves the model as it
+    comes. ``schedule(step)``: the budget of all sketched layers, for example a ``Ladder``.
+    ``log_every``: logs every so many steps; ``None`` joins the logs that are made anyway.
+    ``metrics(model)``: further values to log, for example ``added_variance(loss_fn, batches)``.
+    ``rows``: samples × tokens of a forward pass, for which kept FLOPs are counted.
+    ``unsketch``: gives the layers their own class back when training ends.
+    """
+
+    def __init__(
+        self,
+        sketch: AnySketch | Mapping[str, AnySketch | None] | None,
+        filter_fn: Filter | None = None,
+        schedule: Schedule | None = None,
+        *,
+        planner: Planner | None = None,
+        log_every: int | None = None,
+        metrics: Metrics | None = None,
+        rows: int = 128,
+        unsketch: bool = False,
+    ) -> None:
+        if log_every is not None and (isinstance(log_every, bool) or log_every < 1):
+            raise ValueError(
+                f"log_every={log_every!r} is no number of steps; give for example 50, or None to "
+                "log whenever the trainer does"
+            )
+        self.routine = Routine(sketch, filter_fn, planner, schedule, metrics, rows, unsketch)
+        self.log_every = log_every
 
 
 def kept_flops(model: nn.Module, rows: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -11,10 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers.schedule import Schedule
-from ..layers.transform import Filter
-from ..sketches import Sketch
-from ._routine import Metrics, Routine, added_variance, check_log_every
+from ._routine import SketchOptions, added_variance
 
 __all__ = ["SketchCallback", "added_variance"]
 
@@ -36,15 +32,8 @@ def _bases() -> tuple[type, ...]:
     return tuple(import_module(name).Callback for name in names)
 
 
-class SketchCallback(*_bases()):  # type: ignore[misc]
+class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
     """Sketches the model when training begins, follows a schedule, logs what is kept.
-
-    ``sketch`` and ``filter_fn``: as for ``sketch_``; ``None`` leaves the model as it comes.
-    ``schedule(step)``: the budget of all sketched layers, for example a ``Ladder``.
-    ``log_every``: logs every so many steps; ``None`` is the trainer's ``log_every_n_steps``.
-    ``metrics(model)``: further values to log, for example ``added_variance(loss_fn, batches)``.
-    ``rows``: samples × tokens of a forward pass, for which kept FLOPs are counted.
-    ``unsketch``: gives the layers their own class back when training ends.
 
     The budget is a function of ``trainer.global_step``. Lightning does not save the random state
     that draws (and dropout) come from, so this callback does: on one process a run resumed from
@@ -54,20 +43,8 @@ class SketchCallback(*_bases()):  # type: ignore[misc]
         Trainer(callbacks=[SketchCallback(L1(0.1), schedule=Ladder({0: 1.0, 500: 0.1}))])
     """
 
-    def __init__(
-        self,
-        sketch: Sketch | Mapping[str, Sketch | None] | None,
-        filter_fn: Filter | None = None,
-        schedule: Schedule | None = None,
-        *,
-        log_every: int | None = None,
-        metrics: Metrics | None = None,
-        rows: int = 128,
-        unsketch: bool = False,
-    ) -> None:
-        check_log_every(log_every)
-        self.routine = Routine(sketch, filter_fn, schedule, metrics, rows, unsketch)
-        self.log_every = log_every
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._logged_step = -1
         self._resumed: dict[str, Any] = {}
 

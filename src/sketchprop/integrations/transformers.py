@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.schedule import Schedule
-from ..layers.transform import Filter
 from ..sampled.loss import kept_samples, sampled_loss
-from ..sketches import Sketch
-from ._routine import Metrics, Routine, added_variance, check_log_every
+from ._routine import SketchOptions, added_variance
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -26,15 +23,8 @@ except ImportError as error:
 __all__ = ["SampledTrainer", "SketchCallback", "added_variance"]
 
 
-class SketchCallback(TrainerCallback):
+class SketchCallback(SketchOptions, TrainerCallback):
     """Sketches the model when training begins, follows a schedule, logs what is kept.
-
-    ``sketch`` and ``filter_fn``: as for ``sketch_``; ``None`` leaves the model as it comes.
-    ``schedule(step)``: the budget of all sketched layers, for example a ``Ladder``.
-    ``log_every``: asks for a log every so many steps; ``None`` joins those that are made anyway.
-    ``metrics(model)``: further values to log, for example ``added_variance(loss_fn, batches)``.
-    ``rows``: samples × tokens of a forward pass, for which kept FLOPs are counted.
-    ``unsketch``: gives the layers their own class back when training ends.
 
     The budget is a function of ``state.global_step`` and draws come from the random state that
     ``Trainer`` saves: a resumed run needs the same callback, nothing else, and is bitwise the
@@ -47,21 +37,6 @@ class SketchCallback(TrainerCallback):
         Trainer(model, args, callbacks=[SketchCallback(L1(0.1))])
         SketchCallback(L1(0.1), schedule=Ladder({0: 1.0, 500: 0.3, 2000: 0.1}))
     """
-
-    def __init__(
-        self,
-        sketch: Sketch | Mapping[str, Sketch | None] | None,
-        filter_fn: Filter | None = None,
-        schedule: Schedule | None = None,
-        *,
-        log_every: int | None = None,
-        metrics: Metrics | None = None,
-        rows: int = 128,
-        unsketch: bool = False,
-    ) -> None:
-        check_log_every(log_every)
-        self.routine = Routine(sketch, filter_fn, schedule, metrics, rows, unsketch)
-        self.log_every = log_every
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.routine.begin(kwargs["model"], state.global_step)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.checks import solve_dtype
-from ..core.compact import KeptRows, scaled
+from ..core.compact import Kept, KeptRows, scaled
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import CompactGradient, Vjp
@@ -279,11 +279,9 @@ class SampleForm(ChannelForm):
 
 
 @dataclass(frozen=True)
-class KeptChannels:
+class KeptChannels(Kept):
     """Some channels of Ĝ: ``values[B, r, *spatial]`` are its channels ``index[r]``."""
 
-    index: Tensor
-    values: Tensor
     form: ConvForm
 
     def dense(self) -> Tensor:
@@ -317,17 +315,11 @@ class KeptChannels:
         sums = self.values.flatten(2).sum((0, 2))
         return sums.new_zeros(self.form.weight_shape[0]).index_copy_(0, self.index, sums)
 
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + 4 * self.index.numel()
-
 
 @dataclass(frozen=True)
-class KeptSamples:
+class KeptSamples(Kept):
     """Some samples of Ĝ: ``values[r, n, *spatial]`` are its samples ``index[r]``."""
 
-    index: Tensor
-    values: Tensor
     form: ConvForm
 
     def dense(self) -> Tensor:
@@ -345,10 +337,6 @@ class KeptSamples:
 
     def bias_grad(self) -> Tensor:
         return self.values.flatten(2).sum((0, 2))
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + 4 * self.index.numel()
 
 
 def channel_rows(x: Tensor) -> Tensor:

@@ -9,25 +9,7 @@ from .spectral import GradientSVD, RankConstrained, SpectralSketch
 from .split import AnySketch, Split
 
 __all__ = [
-    "L1",
-    "L2",
-    "AnySketch",
-    "ColumnMask",
-    "ColumnSketch",
-    "Diagonal",
-    "ElementMask",
-    "Every",
-    "ForwardRows",
-    "Fresh",
-    "GradientSVD",
-    "Planner",
-    "RankConstrained",
-    "RowSketch",
-    "Rows",
-    "RunningNorms",
-    "SampleMask",
-    "Sketch",
-    "SpectralSketch",
-    "Split",
-    "Variance",
-]
+    "L1", "L2", "AnySketch", "ColumnMask", "ColumnSketch", "Diagonal", "ElementMask", "Every",
+    "ForwardRows", "Fresh", "GradientSVD", "Planner", "RankConstrained", "RowSketch", "Rows",
+    "RunningNorms", "SampleMask", "Sketch", "SpectralSketch", "Split", "Variance",
+]  # fmt: skip
