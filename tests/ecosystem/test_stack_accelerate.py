@@ -62,21 +62,25 @@ def test_before_and_after_prepare_are_the_same_sketched_run() -> None:
     assert all(bool(p.isfinite().all()) for p in sketched)
 
 
-def test_layers_behind_hooks_are_refused_with_a_reason() -> None:
-    """A hook keeps the forward it found: a sketch put on later would have no effect."""
+@pytest.mark.parametrize("hook_first", [True, False])
+def test_layers_behind_hooks_are_sketched(hook_first: bool) -> None:
+    """A hook keeps the forward it found: it must be the one of the layer's class now."""
     model = net()
-    add_hook_to_module(model[0], ModelHook())
-    with pytest.raises(ValueError, match="accelerate's hooks"):
-        sp.sketch_(model, {"0": sp.L1(0.3)})
-    sp.sketch_(model, sp.L1(0.3))
-    assert type(model[0]) is nn.Linear
-    assert "accelerate's hooks" in sp.summary(model).layers[0].note
-    # The other way round the sketch is what the hook keeps.
-    before = sp.sketch_(net(), sp.L1(2))
-    add_hook_to_module(before[0], ModelHook())
+    if hook_first:
+        add_hook_to_module(model[0], ModelHook())
+    sp.sketch_(model, sp.L1(2))
+    if not hook_first:
+        add_hook_to_module(model[0], ModelHook())
     x, y = batch()
-    F.cross_entropy(before(x), y).backward()
-    assert int((before[0].weight.grad.abs().sum(1) > 0).sum()) == 2
+
+    def rows() -> int:
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        return int((model[0].weight.grad.abs().sum(1) > 0).sum())
+
+    assert rows() == 2
+    sp.unsketch_(model)
+    assert rows() == len(model[0].weight)
 
 
 def test_the_mean_is_the_exact_gradient() -> None:

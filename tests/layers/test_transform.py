@@ -235,7 +235,7 @@ def test_a_copy_made_inside_exact_is_not_exact():
 
 def test_a_layer_behind_a_forward_of_its_own_is_refused():
     model = build()
-    model[0].forward = model[0].forward  # as accelerate's hooks do
+    model[0].forward = model[0].forward
     with pytest.raises(ValueError, match="its forward was replaced on the instance"):
         sp.sketch_(model, {"0": sp.L1(0.5)})
     sp.sketch_(model, sp.L1(0.5), everything)

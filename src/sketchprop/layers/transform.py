@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar
+from types import MethodType
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -123,8 +124,18 @@ def _turn(module: nn.Module, state: Sketching) -> None:
     if isinstance(module, SketchedModule):
         state.exact = module.sketching.exact
     else:
-        module.__class__ = sketched_class(type(module))  # type: ignore[assignment]
+        _change_class(module, sketched_class(type(module)))
     module.__dict__["sketching"] = state
+
+
+_HOOKED = "_old_forward"
+"""Where accelerate's hooks keep the forward that they found on a layer."""
+
+
+def _change_class(module: nn.Module, kind: Any) -> None:
+    module.__class__ = kind
+    if _HOOKED in vars(module):
+        vars(module)[_HOOKED] = MethodType(kind.forward, module)
 
 
 def _restore(module: nn.Module) -> None:
@@ -136,7 +147,7 @@ def _restore(module: nn.Module) -> None:
             "fully_shard does) and cannot be given its class back; use `with sketchprop.exact"
             "(model):`, or unsketch_ the model before"
         )
-    module.__class__ = module.plain  # type: ignore[assignment]
+    _change_class(module, module.plain)
     del module.__dict__["sketching"]
 
 
@@ -145,10 +156,10 @@ def refusal(layer: nn.Module, sketch: AnySketch, planner: Planner | None = None)
     sketched = sketched_class(type(layer))
     if sketched is None:
         return ""
-    if "forward" in vars(layer):
+    if "forward" in vars(layer) and _HOOKED not in vars(layer):
         return (
-            "its forward was replaced on the instance, as accelerate's hooks do, and would not "
-            "see the sketch; call sketch_ before what replaces it"
+            "its forward was replaced on the instance and would not see the sketch; call sketch_ "
+            "before what replaces it"
         )
     if any(p.is_complex() for p in layer.parameters(recurse=False)):
         return "its weights are complex: only real gradients are sketched"
