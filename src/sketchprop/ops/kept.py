@@ -109,7 +109,7 @@ def _capped(norms: Tensor, rank: int, capacity: int) -> Tensor:
     """
     share = water_fill(norms.flatten(), rank).view_as(norms).sum(-1)
     # Just below the capacity: rounding in the sums of p must not add one more.
-    most = capacity - 1e-6
+    most = capacity - 1e-9
     share = most * water_fill(share, rank / most)
     tiny = torch.finfo(share.dtype).tiny
     roots = norms.to(share.dtype).clamp(min=tiny)

@@ -80,7 +80,7 @@ def attention_branch(
     scale: float | None = None,
     queries: float | int = 0.4,
     keys: float | int = 1.0,
-    capacity: float = 1.0,
+    capacity: float = 1.5,
     save: str = "activations",
     residual: bool = False,
     carry: bool = False,
@@ -89,13 +89,14 @@ def attention_branch(
     """Self-attention of ``x: [N, T, d]``, out(attention(q, k, v of norm(x))), and a ``Carry``.
 
     ``projections``: weight and bias of a packed projection, or three pairs for q, k and v;
-    ``out`` and ``norm``: row-wise steps behind and before. ``queries``: tokens of each sample kept
-    for ``out``, attention and q, p ∝ ‖g‖; with a ``capacity`` above 1 the batch shares them, see
-    ``kept_attention``; ``keys``: rows of the batch kept for k and v, p from
-    the norms of their own gradients; 1.0: all. ``residual``: x + attention. All means are exact.
-    ``carry=True`` promises that the second result is given to the ``branch`` that follows in the
-    block, so that one draw serves both; it is ``None`` where all queries are kept.
-    Cost of backward: ``queries`` of out, attention and q, ``keys`` of k and v.
+    ``out`` and ``norm``: row-wise steps behind and before. ``queries``: tokens kept for ``out``,
+    attention and q, p ∝ ‖g‖, at most ``capacity`` times the even share of a sample; ``keys``: rows
+    kept for k and v, p from the norms of their own gradients; 1.0: all. The means are exact.
+    ``residual``: x + attention. ``carry=True`` promises that the second result is given to the
+    ``branch`` that follows in the block, so that one draw serves both; it is ``None`` where all
+    queries are kept.
+    Cost of backward: ``queries`` of out and q, ``capacity`` times that of attention, ``keys`` of k
+    and v. ``save="input"``: attention and k and v are computed again, from x.
     """
     check_save(save)
     if x.is_nested or x.dim() != 3:
