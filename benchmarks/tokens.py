@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sketchprop.ops.branch import RowWise, branch
-from sketchprop.ops.postnorm import residual_norm
+from sketchprop.ops.postnorm import carried_norm
 from sketchprop.ops.rowwise import read
 from sketchprop.ops.sublayer import attention_branch
 from sketchprop.zoo import ViT
@@ -164,12 +164,13 @@ class _PostNorm:
             attn_mask=mask,
             queries=budgets.queries,
             keys=budgets.keys,
+            residual=True,
             carry=True,
         )
         assert carry is not None
-        y, carry = residual_norm(x, a, rowwise(last.LayerNorm), carry)
+        y, carry = carried_norm(a, rowwise(last.LayerNorm), carry)
         f = rowwise(layer.intermediate.dense, nn.GELU(), layer.output.dense, layer.output.dropout)
-        z: Tensor = layer.output.LayerNorm(y + branch(f, y, budgets.rows, carry=carry))
+        z: Tensor = layer.output.LayerNorm(branch(f, y, budgets.rows, residual=True, carry=carry))
         return z
 
 

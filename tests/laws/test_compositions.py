@@ -21,7 +21,7 @@ from sketchprop.ops import branch as branch_file
 from sketchprop.ops.attention import kept_attention
 from sketchprop.ops.branch import RowWise, branch
 from sketchprop.ops.kept import draw_queries, empty_carry, slot_count
-from sketchprop.ops.postnorm import residual_norm
+from sketchprop.ops.postnorm import carried_norm
 from sketchprop.ops.rowwise import read
 from sketchprop.ops.sublayer import attention_branch
 
@@ -107,7 +107,7 @@ def kept(block: Block, x: Tensor, b: Budgets, uniforms: Uniforms, **mask: object
         keys=b.keys,
         capacity=b.capacity,
         save=b.save,
-        residual=block.first,
+        residual=True,
         carry=b.carry,
         uniforms=uniforms,
         **mask,  # type: ignore[arg-type]
@@ -116,11 +116,11 @@ def kept(block: Block, x: Tensor, b: Budgets, uniforms: Uniforms, **mask: object
         f = nn.Sequential(block.norm2, *block.mlp)
         return branch(f, a, b.rows, save=b.save, residual=True, carry=carry, uniforms=uniforms)
     if carry is None:
-        y = block.norm1(x + a)
+        y = block.norm1(a)
     else:
-        y, carry = residual_norm(x, a, rowwise(block.norm1), carry)
-    m = branch(block.mlp, y, b.rows, save=b.save, carry=carry, uniforms=uniforms)
-    z: Tensor = block.norm2(y + m)
+        y, carry = carried_norm(a, rowwise(block.norm1), carry)
+    y = branch(block.mlp, y, b.rows, save=b.save, residual=True, carry=carry, uniforms=uniforms)
+    z: Tensor = block.norm2(y)
     return z
 
 

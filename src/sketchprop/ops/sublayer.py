@@ -294,8 +294,8 @@ def _through_drawn(
     part, before_grads = pull(torch.cat([dq @ Wq, torch.addmm(dk @ Wk, dv, Wv)]), wants)
     if part is None:
         return None, before_grads, products
-    base = G if plan.residual else torch.zeros_like(X)
-    return base.index_add(0, rows, part.to(base.dtype)), before_grads, products
+    dX = G.clone() if plan.residual else torch.zeros_like(X)
+    return dX.index_add_(0, rows, part.to(dX.dtype)), before_grads, products
 
 
 def _weight_grads(plan: Plan, products: Products, wants: Wants) -> Grads:
