@@ -80,7 +80,7 @@ def attention_branch(
     scale: float | None = None,
     queries: float | int = 0.4,
     keys: float | int = 1.0,
-    capacity: float = 1.5,
+    capacity: float = 1.25,
     save: str = "activations",
     residual: bool = False,
     carry: bool = False,
@@ -224,13 +224,13 @@ def _gradients(
     slots = Slots.of(kept, plan.capacity, plan.samples)
     few = _few(back, slots, mask, saved)
     rows = KeptTape(True, iter([t.index_select(0, kept) for t in tape]))
-    _, pull = plan.after.again(slots.taken(few.attended.out), after, rows, False)
+    _, pull = plan.after.again(slots.take(few.attended.out), after, rows, False)
     dO, after_grads = pull(values, (any(wants[: 1 + last]), *wants[1 + last :]))
     if dO is None:
         return None, ((None,) * last + after_grads)
-    dO = slots.heads(dO.to(few.q.dtype), plan.heads.queries)
+    dO = slots.put(dO.to(few.q.dtype), plan.heads.queries)
     grads = attend_back(dO, few.q, few.k, few.v, few.attended, few.mask, plan.how)
-    dq, dk, dv = slots.taken(grads[0]), token_rows(grads[1]), token_rows(grads[2])
+    dq, dk, dv = slots.take(grads[0]), token_rows(grads[1]), token_rows(grads[2])
     first = plan.before.count
     through = _through_drawn if plan.keys < back.X.shape[0] else _through_all
     dX, before_grads, products = through(back, dq, dk, dv, wants[: 1 + first])
@@ -239,20 +239,20 @@ def _gradients(
 
 def _few(back: Back, slots: Slots, mask: Tensor | None, saved: list[Any]) -> Few:
     """Kept queries and what they attended to: gathered, or computed again from x."""
-    plan, _, X, kept, P = back
+    plan, _, X, _, P = back
     samples, heads = plan.samples, plan.heads
     some = mask_rows(mask, slots.token, samples.tokens, plan.how)
     q, k, v, out, logsumexp, dropped = saved
     if plan.products:
-        few = slots.heads(token_rows(q).index_select(0, kept), heads.queries)
-        return Few(few, k, v, attended_rows(Attended(out, logsumexp, dropped), slots), some)
+        attended = attended_rows(Attended(out, logsumexp, dropped), slots)
+        return Few(slots.gather(q), k, v, attended, some)
     before, weights, _ = _split(plan, P)
     normed = plan.before.forward(X, before, Tape(False), True)
     k, v = (
         F.linear(normed, *pair).view(*samples[1:3], heads.keys, -1).transpose(1, 2)
         for pair in weights[1:]
     )
-    q = slots.heads(F.linear(normed.index_select(0, kept), *weights[0]), heads.queries)
+    q = slots.split(F.linear(normed.index_select(0, slots.source), *weights[0]), heads.queries)
     how = plan.how._replace(is_causal=False)  # it is in the mask's rows
     return Few(q, k, v, attend(q, k, v, some, how, dropped_rows(dropped, slots)), some)
 
