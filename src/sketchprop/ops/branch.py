@@ -61,7 +61,7 @@ def branch(
     ``carry``: from an attention branch before this one in its block: one draw serves both, and
     the rows of f are drawn among its queries. So ``budget`` should be at most that of the queries.
     ``sample_dim``: the axis of samples, over which a draw is spread evenly; None: one sample.
-    ``check``: try f on a few rows by themselves and refuse one that mixes rows. Functions made of
+    ``check``: try f on three rows by themselves and refuse one that mixes rows. Functions made of
     plain torch layers are row-wise by construction and are not tried. In ``torch.compile`` others
     must be modules without dropout, and are run again from their input.
     Where the budget keeps everything this is ``f(x)`` itself. Draws come from ``uniforms``.
@@ -88,14 +88,12 @@ def branch(
         return x + y if residual else y
     samples = Samples.of(tuple(x.shape[:-1]), sample_dim)
     first, second, capacity = (None, None, 0) if carry is None else carry
-    settings = Settings(rank, save, residual, samples, uniforms, capacity)
+    settings = Settings(rank, save, residual, samples, uniforms, capacity, check)
     if known is not None:
         return _Branch.apply(x, first, second, known.chain, settings, *P)  # type: ignore[no-any-return, no-untyped-call]
     if torch.compiler.is_compiling():
         _check_traceable(f)
         return _Recomputed.apply(x, first, second, f, settings, *P)  # type: ignore[no-any-return, no-untyped-call]
-    if check:
-        check_rows(f, x)
     return _Replayed.apply(x, first, second, f, settings, *P)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -108,6 +106,7 @@ class Settings(NamedTuple):
     samples: Samples
     uniforms: Uniforms
     capacity: int
+    check: bool
 
 
 class _Branch(torch.autograd.Function):
@@ -165,7 +164,10 @@ class _Replayed(torch.autograd.Function):
         settings: Settings,
         *P: Tensor,
     ) -> Tensor:
-        y, tensors = recorded(f, x, products=settings.save == "activations")
+        products = settings.save == "activations"
+        y, tensors = recorded(f, x, products=products)
+        if settings.check:
+            check_rows(f, x, y, tensors, products=products)
         _remember(ctx, x, index, settings)
         ctx.f = f
         ctx.kept = len(tensors)
