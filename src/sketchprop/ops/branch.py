@@ -16,6 +16,8 @@ from .replayed import check_rows, recorded, replayed
 from .rowwise import Chain, Grads, KeptTape, Parameters, Tape, Wants, read
 
 SAVES = ("activations", "input")
+NONZERO = 0
+"""The rank of ``budget="nonzero"``: known in backward only."""
 
 
 class RowWise(NamedTuple):
@@ -31,7 +33,7 @@ class RowWise(NamedTuple):
 def branch(
     f: Callable[[Tensor], Tensor],
     x: Tensor,
-    budget: float | int,
+    budget: float | int | str,
     *,
     save: str = "activations",
     residual: bool = False,
@@ -52,6 +54,8 @@ def branch(
 
     Rows whose gradient is zero cost nothing: where the others fit into the budget all of them are
     kept with p = 1, and the gradient is exact (padding, labels that are ignored).
+    ``budget="nonzero"`` keeps those and no others, however many: the exact gradient without the
+    work on zeros. Its size depends on the data, so it waits for the device and does not compile.
     Cost of backward: ``budget`` times that of f. ``save="activations"`` keeps the results of f's
     products and gathers rows of them; ``"input"`` keeps x alone and runs f again on the kept rows,
     forward + (budget · forward) + backward, with the memory of activation checkpointing.
@@ -74,7 +78,7 @@ def branch(
     """
     check_save(save)
     rows = x.numel() // max(1, x.shape[-1])
-    rank = kept_count(budget, max(1, rows))
+    rank = _rank(budget, rows)
     known = _known(f)
     P = known.parameters if known is not None else _parameters_of(f, parameters)
     wanted = x.requires_grad or any(p is not None and p.requires_grad for p in P)
@@ -239,6 +243,19 @@ class _Recomputed(torch.autograd.Function):
         return (dx, *carried, None, None, *as_wanted(tuple(grads), tuple(P), needs[5:]))
 
 
+def _rank(budget: float | int | str, rows: int) -> int:
+    if not isinstance(budget, str):
+        return kept_count(budget, max(1, rows))
+    if budget != "nonzero":
+        raise ValueError(f"budget={budget!r} is unknown; give a share, a number or 'nonzero'")
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "budget='nonzero' keeps a number of rows that depends on the data, which cannot be "
+            "compiled; give the largest share of rows that are not zero, for example 0.5"
+        )
+    return NONZERO
+
+
 def _remember(ctx: Any, x: Tensor, index: Tensor | None, settings: Settings) -> None:
     ctx.settings = settings
     ctx.autocast = autocast_now(x.device.type)
@@ -249,6 +266,9 @@ def _draw(ctx: Any, G: Tensor) -> tuple[Kept, tuple[Tensor | None, Tensor | None
     """The rows for f's vjp; and what is carried: its rows, and what they lack of g/p."""
     settings: Settings = ctx.settings
     norms = row_norms(G)
+    if settings.rank == NONZERO:
+        rows = norms.nonzero().flatten()  # NaN is not zero: it is seen
+        return Kept(rows, G.index_select(0, rows)), (None, None)
     if not settings.capacity:
         index, scale = draw_batch(norms, settings.rank, settings.uniforms, settings.samples)
         return keep(G, index, scale), (None, None)

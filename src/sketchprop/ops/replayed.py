@@ -117,7 +117,7 @@ class _Replay(TorchFunctionMode):
             rows = next(self.kept)
             if not self.trusted:
                 return function(*args, **kwargs)
-            return _SavedProduct.apply(x, W, b, rows.view(*x.shape[:-1], -1))  # type: ignore[no-untyped-call]
+            return _SavedProduct.apply(x, W, b, rows.view(*x.shape[:-1], rows.shape[-1]))  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 
 
