@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..core.checks import wide_dtype
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from .kept import Carry, Kept, draw_batch, draw_queries, keep, keep_among, kept_count, row_norms
@@ -82,9 +83,9 @@ def branch(
     known = _known(f)
     P = known.parameters if known is not None else _parameters_of(f, parameters)
     wanted = x.requires_grad or any(p is not None and p.requires_grad for p in P)
-    if carry is not None and rank >= rows:
+    if carry is not None and (rank >= rows or rank == NONZERO):
         raise ValueError(
-            f"budget={budget!r} keeps all rows, so there is no draw to carry; leave out carry= "
+            f"budget={budget!r} drops nothing, so there is no draw to carry; leave out carry= "
             "here and carry=True in attention_branch"
         )
     if not wanted or not torch.is_grad_enabled() or rows == 0 or rank >= rows:
@@ -277,7 +278,7 @@ def _draw(ctx: Any, G: Tensor) -> tuple[Kept, tuple[Tensor | None, Tensor | None
     )
     part = keep(G, rows, scale)
     correction = part.values - G.index_select(0, rows)
-    return keep_among(part, settings.rank, settings.uniforms), (correction, rows.to(torch.float64))
+    return keep_among(part, settings.rank, settings.uniforms), (correction, rows.to(wide_dtype(G)))
 
 
 def _scattered(ctx: Any, dX: Tensor, index: Tensor, grad: Tensor, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.checks import check_budget, solve_dtype
+from ..core.checks import check_budget, solve_dtype, wide_dtype
 from ..core.compact import scaled
 from ..core.probabilities import water_fill
 from ..core.samples import Samples
@@ -32,7 +32,7 @@ class Kept(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """Two tensors whose gradients are a draw: ``correction[R, n]`` and, in float64, ``rows[R]``.
+    """Two tensors whose gradients are a draw: ``correction[R, n]`` and, as floats, ``rows[R]``.
 
     ``attention_branch`` makes one, ``branch`` above it takes it. ``capacity``: most of one sample.
     """
@@ -44,7 +44,7 @@ class Carry(NamedTuple):
 
 def empty_carry(rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Tensors for a carry of ``rows``: without memory, their gradients are all that matters."""
-    place = torch.zeros(1, dtype=torch.float64, device=like.device)
+    place = torch.zeros(1, dtype=wide_dtype(like), device=like.device)
     return like.new_zeros(1).expand(rows, like.shape[-1]), place.expand(rows)
 
 
