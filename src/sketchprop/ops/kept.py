@@ -117,6 +117,7 @@ def _capped(norms: Tensor, rank: int, capacity: int) -> Tensor:
     # As in ``water_fill``: with the k largest at 1 the level is S_k/(r - k), the least one counts.
     room = share.unsqueeze(-1) - torch.arange(norms.shape[-1], device=norms.device)
     level = torch.where(room > 0, sums / room, torch.inf).amin(-1, keepdim=True)
+    level = level + 0 * share.unsqueeze(-1)  # a norm that is NaN stays visible in every sample
     return torch.threshold_((roots / level).clamp_(max=1.0), tiny**0.75, 0.0)
 
 
