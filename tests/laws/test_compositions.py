@@ -198,6 +198,37 @@ def test_the_mean_is_exact_with_grouped_heads() -> None:
     assert largest_error(mean, truth) < TOLERANCE
 
 
+@pytest.mark.parametrize("save", ["activations", "input"])
+@pytest.mark.parametrize("shape", [(T,), (N, T)], ids=["places", "places of each sample"])
+def test_the_mean_is_exact_with_rotated_queries_and_keys(shape: tuple[int, ...], save: str) -> None:
+    x = inputs()
+    block = Block(packed=False, kv_heads=1).double()
+    angles = torch.rand(*shape, D // HEADS // 2, dtype=torch.float64) * 3
+    rotary = tuple(torch.cat([t, t], -1) for t in (angles.cos(), angles.sin()))
+
+    def exact(x: Tensor) -> Tensor:
+        normed = block.norm1(x)
+        parts = (block.q(normed), block.k(normed), block.v(normed))
+        q, k, v = (t.unflatten(-1, (-1, D // HEADS)).transpose(1, 2) for t in parts)
+        cos, sin = (t.unsqueeze(-3) for t in rotary)
+        q, k = (t * cos + torch.cat([-t[..., 1:], t[..., :1]], -1) * sin for t in (q, k))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + block.out(mixed.transpose(1, 2).flatten(2))
+        y: Tensor = x + block.mlp(block.norm2(x))
+        return y
+
+    budgets = Budgets(rows=3, queries=2, keys=4, capacity=1.5, save=save)
+    truth = gradients(block, x, exact(x))
+    mean = expectation(
+        lambda u: gradients(block, x, kept(block, x, budgets, u, rotary=rotary, is_causal=True))
+    )
+    assert largest_error(mean, truth) < TOLERANCE
+    everything = kept(
+        block, x, Budgets(1.0, 1.0, 1.0), draw_uniforms, rotary=rotary, is_causal=True
+    )
+    assert torch.allclose(everything, exact(x))
+
+
 def test_samples_that_draw_independently_have_the_same_mean() -> None:
     """All combinations of the uniforms of a stack, not only those where they move together."""
     x = inputs()
