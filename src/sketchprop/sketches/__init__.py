@@ -7,6 +7,7 @@ from .planners import Every, Fresh, Planner, RunningNorms
 from .rows import ForwardRows, Rows, RowSketch, SampleMask
 from .spectral import GradientSVD, RankConstrained, SpectralSketch
 from .split import AnySketch, Split
+from .tokens import Tokens
 
 __all__ = [
     "L1",
@@ -29,5 +30,6 @@ __all__ = [
     "Sketch",
     "SpectralSketch",
     "Split",
+    "Tokens",
     "Variance",
 ]
