@@ -59,6 +59,8 @@ class Anatomy(NamedTuple):
     mlp: tuple[RowPart, ...]
     norm_first: bool
     between: Callable[[Tensor], Tensor] | None = None
+    again: bool = False
+    """Whether the feed-forward part has to run again from its input: mixtures of experts."""
 
 
 class SketchedBlock(SketchedModule):
@@ -113,7 +115,7 @@ class SketchedBlock(SketchedModule):
             return y + added if call.norm_first else applied(call.norms[1:], y + added)
         inner = {} if isinstance(f, RowWise) else {"parameters": parameters_of(mlp)}
         z = branch(
-            f, y, tokens.budget, save=tokens.save, residual=call.norm_first, carry=carry,
+            f, y, tokens.budget, save="input" if call.again else tokens.save, residual=call.norm_first, carry=carry,
             check=False, **inner,
         )  # fmt: skip
         return z if call.norm_first else applied(call.norms[1:], y + z)
@@ -275,16 +277,15 @@ def parameters_of(parts: Iterable[RowPart]) -> tuple[Tensor, ...]:
     for part in parts:
         if isinstance(part, tuple):
             found += [p for p in part[1] if p is not None]
-        elif isinstance(part, nn.Module):
+        elif hasattr(part, "parameters"):
             found += part.parameters()
     return tuple(found)
 
 
 def watched(part: RowPart) -> bool:
     """Whether a hook or a forward of an instance's own would miss what is not called."""
-    if not isinstance(part, nn.Module):
-        return False
-    return any(hooked(module) for module in part.modules())
+    modules = getattr(part, "modules", None)
+    return modules is not None and any(hooked(module) for module in modules())
 
 
 def hooked(module: nn.Module) -> bool:
@@ -313,9 +314,8 @@ def _leaves_a_graph() -> bool:
 
 def _keeps_all(tokens: Tokens, x: Tensor) -> bool:
     N, T = x.shape[:2]
-    return (
-        not x.numel()
-        or kept_count(tokens.budget, N * T) >= N * T
+    return not x.numel() or (
+        kept_count(tokens.budget, N * T) >= N * T
         and kept_count(tokens.query_budget, T) >= T
         and kept_count(tokens.key_budget, N * T) >= N * T
     )

@@ -1,6 +1,510 @@
-"""Blocks of transformers' models on kept tokens (stub)."""
+"""Blocks of transformers' models on kept tokens.
+
+Imports transformers at the top; ``block_class`` loads it for classes of transformers only, and
+unpickling a model that has such blocks does. Attention without rotations is taken apart. Other
+attention runs as it is, by a stand-in for the module that hands kept queries to the registry of
+attention functions: neither the module nor its config is changed.
+"""
+
 from __future__ import annotations
-from torch import nn
-from .blocks import SketchedBlock
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.dinov2.modeling_dinov2 import Dinov2Layer
+from transformers.models.distilbert.modeling_distilbert import TransformerBlock
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.roberta.modeling_roberta import RobertaLayer
+from transformers.models.vit.modeling_vit import ViTLayer
+
+from ..ops import sketched_linear
+from ..ops.attention import kept_attention
+from ..ops.rowwise import Activation, Chain, Linear, Product, RMSNorm, Scale
+from ..sketches import Rows, Tokens
+from .blocks import Anatomy, RowPart, SelfAttention, SketchedBlock, Steps, hooked, watched
+
+NAME = "kept_tokens"
+"""Of the attention function in transformers' registry."""
+
+_HARMLESS = frozenset(
+    {"output_hidden_states", "use_cache", "num_items_in_batch", "position_ids", "cache_position",
+     "return_dict", "past_key_values", "output_attentions", "output_router_logits"}
+)  # fmt: skip
+"""Options that do not change what a block computes; some of them only where they are false."""
+_GELUS = {"GELUActivation": "gelu", "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh"}
+_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+_GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Dinov2SwiGLUFFN")
+_CHAINS = {
+    "GPT2MLP": ("c_fc", "act", "c_proj", "dropout"),
+    "ViTMLP": ("fc1", "activation_fn", "fc2"),
+    "Dinov2MLP": ("fc1", "activation_fn", "fc2"),
+    "FFN": ("lin1", "activation", "lin2", "dropout"),
+}
+"""Feed-forward modules that call these parts in turn."""
+
+
+class _TransformersBlock(SketchedBlock):
+    """Reads the row-wise modules of transformers."""
+
+    def read(self, part: Callable[[Tensor], Tensor]) -> Steps | None:
+        found = super().read(part)
+        if found is not None or not isinstance(part, nn.Module) or watched(part):
+            return found
+        name, layer = type(part).__name__, part
+        if not type(part).__module__.startswith("transformers."):
+            return None
+        if name in _GELUS:
+            python = getattr(getattr(layer, "act", None), "__name__", "").endswith("_python")
+            return None if python else ((Activation(_GELUS[name]),), ())
+        if name == "SiLUActivation":
+            return (Activation("silu"),), ()
+        if name == "Conv1D":
+            return (Linear(transposed=True),), (layer.weight, layer.bias)  # type: ignore[return-value]
+        if name in _NORMS:
+            return (RMSNorm(layer.variance_epsilon),), (layer.weight,)  # type: ignore[arg-type, return-value]
+        if name == "Dinov2LayerScale":
+            return (Scale(),), (layer.lambda1,)  # type: ignore[return-value]
+        if name in _CHAINS and not getattr(layer, "chunk_size_feed_forward", 0):
+            return self._in_turn([getattr(layer, child) for child in _CHAINS[name]])
+        if name in _GATED:
+            return self._gated(layer)
+        return None
+
+    def _in_turn(self, parts: list[Any]) -> Steps | None:
+        known = [self.read(part) for part in parts]
+        if any(steps is None for steps in known):
+            return None
+        steps = tuple(step for found in known if found is not None for step in found[0])
+        return steps, tuple(p for found in known if found is not None for p in found[1])
+
+    def _gated(self, layer: Any) -> Steps | None:
+        gate = self._in_turn([layer.gate_proj, layer.act_fn])
+        up, down = self.read(layer.up_proj), self.read(layer.down_proj)
+        if gate is None or up is None or down is None:
+            return None
+        product = Product(Chain(gate[0]), Chain(up[0]))
+        return (product, *down[0]), (*gate[1], *up[1], *down[1])
+
+
+def _refused(x: Any, attention: Any, options: dict[str, Any]) -> str:
+    """Why a call cannot run on kept tokens; empty if it can."""
+    if not isinstance(x, Tensor) or x.is_nested or x.dim() != 3:
+        return "its input is not [samples, tokens, features]"
+    if attention.config._attn_implementation not in ("sdpa", "eager"):
+        kind = attention.config._attn_implementation
+        return f"attn_implementation={kind!r}: only 'sdpa' and 'eager' have kept queries"
+    for name, value in options.items():
+        if name == "output_attentions" and value:
+            return "output_attentions=True: all weights of attention are asked for"
+        if name not in _HARMLESS and value is not None and value is not False:
+            return f"{name} was given, which kept tokens do not know"
+    return ""
+
+
+def _mask_fits(mask: Any) -> bool:
+    return mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)
+
+
+class _Bert(_TransformersBlock):
+    """BERT and its kin: normalised last, q, k and v apart."""
+
+    roles = {
+        "attention.self.query": "queries",
+        "attention.self": "keys",
+        "attention.output": "queries",
+        "crossattention": "exact",
+    }
+
+    def anatomy(  # type: ignore[override]
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        encoder_hidden_states: Any = None,
+        encoder_attention_mask: Any = None,
+        past_key_values: Any = None,
+        **options: Any,
+    ) -> Anatomy | str:
+        whole, attention, last = self.attention, self.attention.self, self.attention.output
+        reason = _refused(hidden_states, attention, options)
+        for module in (whole, last, self.intermediate, self.output):
+            if hooked(module):
+                return f"{type(module).__name__} has hooks, or a forward of its own"
+        if reason or not _mask_fits(attention_mask):
+            return reason or "a mask that is not [samples, heads, queries, keys]"
+        if encoder_hidden_states is not None or past_key_values is not None:
+            return "cross-attention or a cache of keys was given"
+        if self.chunk_size_feed_forward:
+            return "chunk_size_feed_forward is set: the feed-forward part runs in pieces"
+
+        def plain(x: Tensor) -> Tensor:
+            given = {**options, "attention_mask": attention_mask}
+            mixed = stand_in(attention, self.sketching.sketch, _BERT_PARTS)(x, **given)[0]
+            dense = kept_linear(last.dense, self.sketching.sketch.of("queries"))
+            y: Tensor = last.dropout(dense(mixed))
+            return y
+
+        fused = SelfAttention(
+            (attention.query, attention.key, attention.value),
+            (last.dense, last.dropout),
+            attention.num_attention_heads,
+            **_how(attention, attention_mask, hidden_states, attention.dropout.p),
+        )
+        mlp = (
+            self.intermediate.dense,
+            self.intermediate.intermediate_act_fn,
+            self.output.dense,
+            self.output.dropout,
+        )
+        norms = (last.LayerNorm, self.output.LayerNorm)
+        return Anatomy(hidden_states, fused, plain, norms, mlp, norm_first=False)
+
+
+def _how(attention: Any, mask: Tensor | None, x: Tensor, dropout: float) -> dict[str, Any]:
+    causal = bool(attention.is_causal) and mask is None and x.shape[1] > 1
+    return {
+        "mask": mask,
+        "dropout_p": dropout if attention.training else 0.0,
+        "is_causal": causal,
+        "scale": attention.scaling,
+        "module": attention,
+    }
+
+
+_BERT_PARTS = {"query": "queries", "key": "keys", "value": "keys"}
+_PARTS = {"q_proj": "queries", "k_proj": "keys", "v_proj": "keys", "o_proj": "queries"}
+_DISTIL_PARTS = {"q_lin": "queries", "k_lin": "keys", "v_lin": "keys", "out_lin": "queries"}
+
+
+class SketchedBertLayer(_Bert, BertLayer):
+    """transformers' ``BertLayer`` on kept tokens."""
+
+    plain = BertLayer
+
+
+class SketchedRobertaLayer(_Bert, RobertaLayer):
+    """transformers' ``RobertaLayer`` on kept tokens."""
+
+    plain = RobertaLayer
+
+
+class SketchedTransformerBlock(_TransformersBlock, TransformerBlock):
+    """transformers' ``TransformerBlock`` of DistilBERT on kept tokens."""
+
+    plain = TransformerBlock
+    roles = {f"attention.{name}": role for name, role in _DISTIL_PARTS.items()}
+
+    def anatomy(  # type: ignore[override]
+        self: Any, hidden_states: Tensor, attention_mask: Any = None, **options: Any
+    ) -> Anatomy | str:
+        attention = self.attention
+        reason = _refused(hidden_states, attention, options)
+        if reason or not _mask_fits(attention_mask):
+            return reason or "a mask that is not [samples, heads, queries, keys]"
+
+        def plain(x: Tensor) -> Tensor:
+            call = stand_in(attention, self.sketching.sketch, _DISTIL_PARTS)
+            y: Tensor = call(x, attention_mask=attention_mask, **options)[0]
+            return y
+
+        fused = SelfAttention(
+            (attention.q_lin, attention.k_lin, attention.v_lin),
+            (attention.out_lin,),
+            attention.n_heads,
+            **_how(attention, attention_mask, hidden_states, attention.dropout.p),
+        )
+        norms = (self.sa_layer_norm, self.output_layer_norm)
+        return Anatomy(hidden_states, fused, plain, norms, (self.ffn,), norm_first=False)
+
+
+class _Vision(_TransformersBlock):
+    """Encoders of pictures: normalised first, q, k and v apart."""
+
+    roles = {f"attention.{name}": role for name, role in _PARTS.items()}
+
+    def _parts(
+        self: Any,
+        x: Tensor,
+        mask: Any,
+        options: dict[str, Any],
+        norms: tuple[RowPart, RowPart],
+        after: tuple[Any, Any],
+    ) -> Anatomy | str:
+        """``after``: what follows attention and the feed-forward part in their branches."""
+        attention = self.attention
+        reason = _refused(x, attention, options)
+        if reason or not _mask_fits(mask):
+            return reason or "a mask that is not [samples, heads, queries, keys]"
+
+        def plain(x: Tensor) -> Tensor:
+            call = stand_in(attention, self.sketching.sketch, _PARTS)
+            y: Tensor = after[0](call(x, attention_mask=mask, **options)[0])
+            return y
+
+        fused = SelfAttention(
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            (attention.o_proj, after[0]),
+            attention.num_attention_heads,
+            **_how(attention, mask, x, attention.attention_dropout),
+        )
+        return Anatomy(x, fused, plain, norms, (self.mlp, after[1]), norm_first=True)
+
+
+class SketchedViTLayer(_Vision, ViTLayer):
+    """transformers' ``ViTLayer`` on kept tokens."""
+
+    plain = ViTLayer
+
+    def anatomy(  # type: ignore[override]
+        self: Any, hidden_states: Tensor, attention_mask: Any = None, **options: Any
+    ) -> Anatomy | str:
+        norms = (self.layernorm_before, self.layernorm_after)
+        return self._parts(
+            hidden_states, attention_mask, options, norms, (self.dropout, self.dropout)
+        )
+
+
+class SketchedDinov2Layer(_Vision, Dinov2Layer):
+    """transformers' ``Dinov2Layer`` on kept tokens."""
+
+    plain = Dinov2Layer
+
+    def anatomy(  # type: ignore[override]
+        self: Any, hidden_states: Tensor, attention_mask: Any = None, **options: Any
+    ) -> Anatomy | str:
+        if self.training and getattr(self.drop_path, "drop_prob", 0.0) > 0:
+            return "drop_path drops whole samples of a branch, and a branch is drawn row by row"
+        if hooked(self.drop_path):
+            return "drop_path has hooks, or a forward of its own"
+        norms, after = (self.norm1, self.norm2), (self.layer_scale1, self.layer_scale2)
+        return self._parts(hidden_states, attention_mask, options, norms, after)
+
+
+class SketchedGPT2Block(_TransformersBlock, GPT2Block):
+    """transformers' ``GPT2Block`` on kept tokens."""
+
+    plain = GPT2Block
+    roles = {"attn.c_attn": "packed", "attn.c_proj": "queries", "crossattention": "exact"}
+
+    def anatomy(  # type: ignore[override]
+        self: Any,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        encoder_hidden_states: Any = None,
+        encoder_attention_mask: Any = None,
+        use_cache: bool | None = False,
+        **options: Any,
+    ) -> Anatomy | str:
+        attention = self.attn
+        reason = _refused(hidden_states, attention, options)
+        if reason or not _mask_fits(attention_mask):
+            return reason or "a mask that is not [samples, heads, queries, keys]"
+        if encoder_hidden_states is not None:
+            return "cross-attention was asked for"
+        if _holds_keys(past_key_values, attention):
+            return "a cache that holds keys was given"
+        if attention.reorder_and_upcast_attn:
+            return "reorder_and_upcast_attn=True: attention in a precision of its own"
+
+        def plain(x: Tensor) -> Tensor:
+            call = stand_in(attention, self.sketching.sketch, {"c_proj": "queries"})
+            given = {**options, "attention_mask": attention_mask, "use_cache": use_cache}
+            y: Tensor = call(x, past_key_values=past_key_values, **given)[0]
+            return y
+
+        fused = None
+        if past_key_values is None:  # a cache wants the keys: attention as it is gives them
+            fused = SelfAttention(
+                (attention.c_attn,),
+                (attention.c_proj, attention.resid_dropout),
+                attention.num_heads,
+                **_how(attention, attention_mask, hidden_states, attention.attn_dropout.p),
+            )
+        norms = (self.ln_1, self.ln_2)
+        return Anatomy(hidden_states, fused, plain, norms, (self.mlp,), norm_first=True)
+
+
+class _Decoder(_TransformersBlock):
+    """Llama and its kin: RMS norms, rotary positions, grouped-query heads, a gated MLP."""
+
+    roles = {f"self_attn.{name}": role for name, role in _PARTS.items()}
+
+    def anatomy(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Anatomy | str:
+        attention = self.self_attn
+        allowed = {"position_embeddings", "attention_mask"}
+        others = {name: value for name, value in options.items() if name not in allowed}
+        reason = _refused(hidden_states, attention, others)
+        mask = options.get("attention_mask")
+        if reason or args or not _mask_fits(mask):
+            return reason or "arguments by place, or a mask that is not [N, heads, T, T]"
+        if _holds_keys(options.get("past_key_values"), attention):
+            return "a cache that holds keys was given"
+
+        def plain(x: Tensor) -> Tensor:
+            call = stand_in(attention, self.sketching.sketch, _PARTS)
+            y: Tensor = call(hidden_states=x, **options)[0]
+            return y
+
+        norms = (self.input_layernorm, self.post_attention_layernorm)
+        return Anatomy(hidden_states, None, plain, norms, (self.mlp,), norm_first=True)
+
+
+class SketchedLlamaDecoderLayer(_Decoder, LlamaDecoderLayer):
+    """transformers' ``LlamaDecoderLayer`` on kept tokens."""
+
+    plain = LlamaDecoderLayer
+
+
+class SketchedMistralDecoderLayer(_Decoder, MistralDecoderLayer):
+    """transformers' ``MistralDecoderLayer`` on kept tokens."""
+
+    plain = MistralDecoderLayer
+
+
+class SketchedQwen2DecoderLayer(_Decoder, Qwen2DecoderLayer):
+    """transformers' ``Qwen2DecoderLayer`` on kept tokens."""
+
+    plain = Qwen2DecoderLayer
+
+
+class SketchedQwen3DecoderLayer(_Decoder, Qwen3DecoderLayer):
+    """transformers' ``Qwen3DecoderLayer`` on kept tokens."""
+
+    plain = Qwen3DecoderLayer
+
+
+class SketchedMixtralDecoderLayer(_Decoder, MixtralDecoderLayer):
+    """transformers' ``MixtralDecoderLayer`` on kept tokens; experts run again on the kept ones."""
+
+    plain = MixtralDecoderLayer
+
+    def anatomy(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Anatomy | str:
+        call = super().anatomy(hidden_states, *args, **options)
+        if isinstance(call, str):
+            return call
+        if self.mlp.jitter_noise:
+            return "router_jitter_noise: other noise where experts run again"
+        return call._replace(mlp=(_Experts(self.mlp),), again=True)
+
+
+class _Experts:
+    """A mixture of experts for rows [r, d], as well as for [N, T, d]."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.parameters, self.modules = module.parameters, module.modules
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self.module(x.unsqueeze(0)).squeeze(0) if x.dim() == 2 else self.module(x)
+        return y
+
+
+_BLOCKS: dict[type[nn.Module], type[SketchedBlock]] = {
+    sketched.plain: sketched
+    for sketched in (
+        SketchedBertLayer,
+        SketchedRobertaLayer,
+        SketchedTransformerBlock,
+        SketchedViTLayer,
+        SketchedDinov2Layer,
+        SketchedGPT2Block,
+        SketchedLlamaDecoderLayer,
+        SketchedMistralDecoderLayer,
+        SketchedQwen2DecoderLayer,
+        SketchedQwen3DecoderLayer,
+        SketchedMixtralDecoderLayer,
+    )
+}
+
+
 def block_of(block: type[nn.Module]) -> type[SketchedBlock] | None:
-    return None
+    """The class that a block of transformers becomes."""
+    return _BLOCKS.get(block)
+
+
+def _holds_keys(cache: Any, attention: Any) -> bool:
+    return cache is not None and cache.get_seq_length(attention.layer_idx) > 0
+
+
+def kept_linear(layer: nn.Module, sketch: Rows) -> Callable[[Tensor], Tensor]:
+    """A plain linear layer with sketched rows; any other layer as it is."""
+    if type(layer) is nn.Linear and not watched(layer):
+        return lambda x: sketched_linear(x, layer.weight, layer.bias, sketch)
+    if type(layer).__name__ == "Conv1D" and not watched(layer):
+        return lambda x: sketched_linear(x, layer.weight.mT, layer.bias, sketch)  # type: ignore[arg-type, operator]
+    return layer
+
+
+def stand_in(attention: nn.Module, tokens: Tokens, parts: dict[str, str]) -> Callable[..., Any]:
+    """The forward of an attention module, with kept queries; the module itself if it has hooks."""
+    if hooked(attention):
+        return attention
+    if NAME not in AttentionInterface._global_mapping:
+        AttentionInterface.register(NAME, _kept_attention)
+    stand = _StandIn(attention, tokens)
+    for name, role in parts.items():
+        setattr(stand, name, kept_linear(getattr(attention, name), tokens.of(role)))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return type(attention).forward(stand, *args, **kwargs)  # type: ignore[arg-type]
+
+    return call
+
+
+class _StandIn:
+    """All that an attention module has, but for what is set here."""
+
+    def __init__(self, module: nn.Module, tokens: Tokens) -> None:
+        self._module = module
+        self.kept_tokens = tokens
+        self.config = _Config(module.config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Config:
+    """A config that names the attention function of this file."""
+
+    _attn_implementation = NAME
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _kept_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' ``sdpa`` with kept queries."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    out = kept_attention(
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout,
+        query.shape[2] > 1 and attention_mask is None and bool(causal),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        queries=module.kept_tokens.query_budget,
+    )
+    return out.transpose(1, 2).contiguous(), None

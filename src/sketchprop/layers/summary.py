@@ -11,8 +11,8 @@ from torch.nn.parameter import UninitializedParameter
 from ..core.cost import Size
 from ..core.table import LAYER, Column, Table, as_text, words
 from ..sketches import AnySketch, Tokens
-from .faster import Judge
 from .blocks import SketchedBlock
+from .faster import Judge
 from .known import BUILT_IN, block_class, sketched_class
 from .sketched import SketchedModule
 from .transform import refusal
