@@ -9,6 +9,7 @@ attention functions: neither the module nor its config is changed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,8 +63,8 @@ class _TransformersBlock(SketchedBlock):
         if not type(part).__module__.startswith("transformers."):
             return None
         if name in _GELUS:
-            python = getattr(getattr(layer, "act", None), "__name__", "").endswith("_python")
-            return None if python else ((Activation(_GELUS[name]),), ())
+            in_python = isinstance(getattr(layer, "act", None), MethodType)
+            return None if in_python else ((Activation(_GELUS[name]),), ())
         if name == "SiLUActivation":
             return (Activation("silu"),), ()
         if name == "Conv1D":
