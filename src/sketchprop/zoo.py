@@ -61,9 +61,9 @@ class Block(nn.Module):
 class SketchedZooBlock(SketchedBlock, Block):
     """``Block`` with a backward on kept tokens: what a block of your own needs for ``Tokens``."""
 
-    roles = {"attn.qkv": "packed", "attn.out": "queries"}
+    roles = (("attn.qkv", "packed"), ("attn.out", "queries"))
 
-    def anatomy(self, x: Tensor) -> Anatomy | str:  # type: ignore[override]
+    def anatomy(self, x: Tensor) -> Anatomy | str:
         def plain(normed: Tensor) -> Tensor:
             y: Tensor = self.drop(self.attn(normed))
             return y

@@ -5,7 +5,7 @@ A block's class says in ``anatomy`` what one call is made of; how it is run is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -70,7 +70,7 @@ class SketchedBlock(SketchedModule):
     everything and for arguments that ``anatomy`` refuses, forward is the block's own.
     """
 
-    roles: ClassVar[Mapping[str, str]] = {}
+    roles: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Parts of linear layers by the beginning of their names: "queries", "keys", "packed" (a
     third for queries) or "exact"; all others are "rows"."""
     left: ClassVar[str] = ""
@@ -113,11 +113,17 @@ class SketchedBlock(SketchedModule):
         if f is None:
             added = applied(mlp, y)
             return y + added if call.norm_first else applied(call.norms[1:], y + added)
-        inner = {} if isinstance(f, RowWise) else {"parameters": parameters_of(mlp)}
+        used = None if isinstance(f, RowWise) else parameters_of(mlp)
         z = branch(
-            f, y, tokens.budget, save="input" if call.again else tokens.save, residual=call.norm_first, carry=carry,
-            check=False, **inner,
-        )  # fmt: skip
+            f,
+            y,
+            tokens.budget,
+            save="input" if call.again else tokens.save,
+            residual=call.norm_first,
+            parameters=used,
+            carry=carry,
+            check=False,
+        )
         return z if call.norm_first else applied(call.norms[1:], y + z)
 
     def _attend(
@@ -254,7 +260,7 @@ class SketchedBlock(SketchedModule):
         found = []
         for name, module in layer.named_modules():
             if name and _weight_shapes(module):
-                known = [role for start, role in cls.roles.items() if name.startswith(start)]
+                known = [role for start, role in cls.roles if name.startswith(start)]
                 found.append((name, module, known[0] if known else "rows"))
         return found
 
@@ -309,7 +315,8 @@ def changed(part: RowPart) -> str:
 
 def _leaves_a_graph() -> bool:
     """Whether what runs now is written down for use elsewhere."""
-    return torch.jit.is_tracing() or torch.jit.is_scripting() or torch.compiler.is_exporting()
+    jit: Any = torch.jit
+    return jit.is_tracing() or jit.is_scripting() or torch.compiler.is_exporting()
 
 
 def _keeps_all(tokens: Tokens, x: Tensor) -> bool:

@@ -34,7 +34,11 @@ class InTurnDropout(Dropout):
 class _TorchBlock(SketchedBlock):
     """What the two have in common."""
 
-    roles = {"self_attn.out_proj": "queries", "self_attn": "packed", "multihead_attn": "exact"}
+    roles = (
+        ("self_attn.out_proj", "queries"),
+        ("self_attn", "packed"),
+        ("multihead_attn", "exact"),
+    )
 
     def _parts(
         self: Any,
@@ -113,7 +117,7 @@ class SketchedTransformerEncoderLayer(_TorchBlock, nn.TransformerEncoderLayer):
 
     plain = nn.TransformerEncoderLayer
 
-    def anatomy(  # type: ignore[override]
+    def anatomy(
         self,
         src: Tensor,
         src_mask: Tensor | None = None,
@@ -133,7 +137,7 @@ class SketchedTransformerDecoderLayer(_TorchBlock, nn.TransformerDecoderLayer):
     plain = nn.TransformerDecoderLayer
     left = "cross-attention is exact: its keys and values are the encoder's"
 
-    def anatomy(  # type: ignore[override]
+    def anatomy(
         self,
         tgt: Tensor,
         memory: Tensor,

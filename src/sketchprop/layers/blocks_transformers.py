@@ -1,47 +1,28 @@
 """Blocks of transformers' models on kept tokens.
 
-Imports transformers at the top; ``block_class`` loads it for classes of transformers only, and
-unpickling a model that has such blocks does. Attention without rotations is taken apart. Other
-attention runs as it is, by a stand-in for the module that hands kept queries to the registry of
-attention functions: neither the module nor its config is changed.
+``block_class`` loads it for classes of transformers only, and unpickling a model that has such
+blocks does. Attention without rotations is taken apart; other attention runs by a stand-in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MethodType
+import importlib
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.models.bert.modeling_bert import BertLayer
-from transformers.models.dinov2.modeling_dinov2 import Dinov2Layer
-from transformers.models.distilbert.modeling_distilbert import TransformerBlock
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-from transformers.models.roberta.modeling_roberta import RobertaLayer
-from transformers.models.vit.modeling_vit import ViTLayer
 
-from ..ops import sketched_linear
-from ..ops.attention import kept_attention
 from ..ops.rowwise import Activation, Chain, Linear, Product, RMSNorm, Scale
-from ..sketches import Rows, Tokens
 from .blocks import Anatomy, RowPart, SelfAttention, SketchedBlock, Steps, hooked, watched
-
-NAME = "kept_tokens"
-"""Of the attention function in transformers' registry."""
+from .stand_in import kept_linear, stand_in
 
 _HARMLESS = frozenset(
     {"output_hidden_states", "use_cache", "num_items_in_batch", "position_ids", "cache_position",
      "return_dict", "past_key_values", "output_attentions", "output_router_logits"}
 )  # fmt: skip
 """Options that do not change what a block computes; some of them only where they are false."""
-_GELUS = {"GELUActivation": "gelu", "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh"}
-_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 _GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Dinov2SwiGLUFFN")
 _CHAINS = {
     "GPT2MLP": ("c_fc", "act", "c_proj", "dropout"),
@@ -52,6 +33,38 @@ _CHAINS = {
 """Feed-forward modules that call these parts in turn."""
 
 
+def _gelu(name: str) -> Callable[[Any], Steps | None]:
+    """GELU, unless it is written in Python and so rounds in another way."""
+
+    def steps(part: Any) -> Steps | None:
+        in_python = isinstance(getattr(part, "act", None), MethodType)
+        return None if in_python else ((Activation(name),), ())
+
+    return steps
+
+
+def _rms_norm(part: Any) -> Steps:
+    return (RMSNorm(part.variance_epsilon),), (part.weight,)
+
+
+_STEPS: Mapping[str, Callable[[Any], Steps | None]] = MappingProxyType(
+    {
+        "GELUActivation": _gelu("gelu"),
+        "NewGELUActivation": _gelu("gelu_tanh"),
+        "GELUTanh": _gelu("gelu_tanh"),
+        "SiLUActivation": lambda part: ((Activation("silu"),), ()),
+        "Conv1D": lambda part: ((Linear(transposed=True),), (part.weight, part.bias)),
+        "Dinov2LayerScale": lambda part: ((Scale(),), (part.lambda1,)),
+        "LlamaRMSNorm": _rms_norm,
+        "MistralRMSNorm": _rms_norm,
+        "MixtralRMSNorm": _rms_norm,
+        "Qwen2RMSNorm": _rms_norm,
+        "Qwen3RMSNorm": _rms_norm,
+    }
+)
+"""Row-wise modules that are one step."""
+
+
 class _TransformersBlock(SketchedBlock):
     """Reads the row-wise modules of transformers."""
 
@@ -59,25 +72,15 @@ class _TransformersBlock(SketchedBlock):
         found = super().read(part)
         if found is not None or not isinstance(part, nn.Module) or watched(part):
             return found
-        name, layer = type(part).__name__, part
+        name = type(part).__name__
         if not type(part).__module__.startswith("transformers."):
             return None
-        if name in _GELUS:
-            in_python = isinstance(getattr(layer, "act", None), MethodType)
-            return None if in_python else ((Activation(_GELUS[name]),), ())
-        if name == "SiLUActivation":
-            return (Activation("silu"),), ()
-        if name == "Conv1D":
-            return (Linear(transposed=True),), (layer.weight, layer.bias)  # type: ignore[return-value]
-        if name in _NORMS:
-            return (RMSNorm(layer.variance_epsilon),), (layer.weight,)  # type: ignore[arg-type, return-value]
-        if name == "Dinov2LayerScale":
-            return (Scale(),), (layer.lambda1,)  # type: ignore[return-value]
-        if name in _CHAINS and not getattr(layer, "chunk_size_feed_forward", 0):
-            return self._in_turn([getattr(layer, child) for child in _CHAINS[name]])
+        if name in _CHAINS:
+            chunked = getattr(part, "chunk_size_feed_forward", 0)
+            return None if chunked else self._in_turn([getattr(part, n) for n in _CHAINS[name]])
         if name in _GATED:
-            return self._gated(layer)
-        return None
+            return self._gated(part)
+        return _STEPS[name](part) if name in _STEPS else None
 
     def _in_turn(self, parts: list[Any]) -> Steps | None:
         known = [self.read(part) for part in parts]
@@ -117,14 +120,14 @@ def _mask_fits(mask: Any) -> bool:
 class _Bert(_TransformersBlock):
     """BERT and its kin: normalised last, q, k and v apart."""
 
-    roles = {
-        "attention.self.query": "queries",
-        "attention.self": "keys",
-        "attention.output": "queries",
-        "crossattention": "exact",
-    }
+    roles = (
+        ("attention.self.query", "queries"),
+        ("attention.self", "keys"),
+        ("attention.output", "queries"),
+        ("crossattention", "exact"),
+    )
 
-    def anatomy(  # type: ignore[override]
+    def anatomy(
         self: Any,
         hidden_states: Tensor,
         attention_mask: Any = None,
@@ -184,25 +187,12 @@ _PARTS = {"q_proj": "queries", "k_proj": "keys", "v_proj": "keys", "o_proj": "qu
 _DISTIL_PARTS = {"q_lin": "queries", "k_lin": "keys", "v_lin": "keys", "out_lin": "queries"}
 
 
-class SketchedBertLayer(_Bert, BertLayer):
-    """transformers' ``BertLayer`` on kept tokens."""
+class _DistilBert(_TransformersBlock):
+    """DistilBERT: normalised last, q, k and v apart."""
 
-    plain = BertLayer
+    roles = tuple((f"attention.{name}", role) for name, role in _DISTIL_PARTS.items())
 
-
-class SketchedRobertaLayer(_Bert, RobertaLayer):
-    """transformers' ``RobertaLayer`` on kept tokens."""
-
-    plain = RobertaLayer
-
-
-class SketchedTransformerBlock(_TransformersBlock, TransformerBlock):
-    """transformers' ``TransformerBlock`` of DistilBERT on kept tokens."""
-
-    plain = TransformerBlock
-    roles = {f"attention.{name}": role for name, role in _DISTIL_PARTS.items()}
-
-    def anatomy(  # type: ignore[override]
+    def anatomy(
         self: Any, hidden_states: Tensor, attention_mask: Any = None, **options: Any
     ) -> Anatomy | str:
         attention = self.attention
@@ -228,7 +218,7 @@ class SketchedTransformerBlock(_TransformersBlock, TransformerBlock):
 class _Vision(_TransformersBlock):
     """Encoders of pictures: normalised first, q, k and v apart."""
 
-    roles = {f"attention.{name}": role for name, role in _PARTS.items()}
+    roles = tuple((f"attention.{name}", role) for name, role in _PARTS.items())
 
     def _parts(
         self: Any,
@@ -258,26 +248,22 @@ class _Vision(_TransformersBlock):
         return Anatomy(x, fused, plain, norms, (self.mlp, after[1]), norm_first=True)
 
 
-class SketchedViTLayer(_Vision, ViTLayer):
-    """transformers' ``ViTLayer`` on kept tokens."""
+class _ViT(_Vision):
+    """ViT."""
 
-    plain = ViTLayer
-
-    def anatomy(  # type: ignore[override]
+    def anatomy(
         self: Any, hidden_states: Tensor, attention_mask: Any = None, **options: Any
     ) -> Anatomy | str:
         norms = (self.layernorm_before, self.layernorm_after)
-        return self._parts(
-            hidden_states, attention_mask, options, norms, (self.dropout, self.dropout)
-        )
+        after = (self.dropout, self.dropout)
+        call: Anatomy | str = self._parts(hidden_states, attention_mask, options, norms, after)
+        return call
 
 
-class SketchedDinov2Layer(_Vision, Dinov2Layer):
-    """transformers' ``Dinov2Layer`` on kept tokens."""
+class _Dinov2(_Vision):
+    """DINOv2: a layer scale behind each branch."""
 
-    plain = Dinov2Layer
-
-    def anatomy(  # type: ignore[override]
+    def anatomy(
         self: Any, hidden_states: Tensor, attention_mask: Any = None, **options: Any
     ) -> Anatomy | str:
         if self.training and getattr(self.drop_path, "drop_prob", 0.0) > 0:
@@ -285,16 +271,16 @@ class SketchedDinov2Layer(_Vision, Dinov2Layer):
         if hooked(self.drop_path):
             return "drop_path has hooks, or a forward of its own"
         norms, after = (self.norm1, self.norm2), (self.layer_scale1, self.layer_scale2)
-        return self._parts(hidden_states, attention_mask, options, norms, after)
+        call: Anatomy | str = self._parts(hidden_states, attention_mask, options, norms, after)
+        return call
 
 
-class SketchedGPT2Block(_TransformersBlock, GPT2Block):
-    """transformers' ``GPT2Block`` on kept tokens."""
+class _GPT2(_TransformersBlock):
+    """GPT-2: normalised first, causal, weights stored transposed and packed."""
 
-    plain = GPT2Block
-    roles = {"attn.c_attn": "packed", "attn.c_proj": "queries", "crossattention": "exact"}
+    roles = (("attn.c_attn", "packed"), ("attn.c_proj", "queries"), ("crossattention", "exact"))
 
-    def anatomy(  # type: ignore[override]
+    def anatomy(
         self: Any,
         hidden_states: Tensor,
         past_key_values: Any = None,
@@ -336,7 +322,7 @@ class SketchedGPT2Block(_TransformersBlock, GPT2Block):
 class _Decoder(_TransformersBlock):
     """Llama and its kin: RMS norms, rotary positions, grouped-query heads, a gated MLP."""
 
-    roles = {f"self_attn.{name}": role for name, role in _PARTS.items()}
+    roles = tuple((f"self_attn.{name}", role) for name, role in _PARTS.items())
 
     def anatomy(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Anatomy | str:
         attention = self.self_attn
@@ -358,34 +344,8 @@ class _Decoder(_TransformersBlock):
         return Anatomy(hidden_states, None, plain, norms, (self.mlp,), norm_first=True)
 
 
-class SketchedLlamaDecoderLayer(_Decoder, LlamaDecoderLayer):
-    """transformers' ``LlamaDecoderLayer`` on kept tokens."""
-
-    plain = LlamaDecoderLayer
-
-
-class SketchedMistralDecoderLayer(_Decoder, MistralDecoderLayer):
-    """transformers' ``MistralDecoderLayer`` on kept tokens."""
-
-    plain = MistralDecoderLayer
-
-
-class SketchedQwen2DecoderLayer(_Decoder, Qwen2DecoderLayer):
-    """transformers' ``Qwen2DecoderLayer`` on kept tokens."""
-
-    plain = Qwen2DecoderLayer
-
-
-class SketchedQwen3DecoderLayer(_Decoder, Qwen3DecoderLayer):
-    """transformers' ``Qwen3DecoderLayer`` on kept tokens."""
-
-    plain = Qwen3DecoderLayer
-
-
-class SketchedMixtralDecoderLayer(_Decoder, MixtralDecoderLayer):
-    """transformers' ``MixtralDecoderLayer`` on kept tokens; experts run again on the kept ones."""
-
-    plain = MixtralDecoderLayer
+class _Mixtral(_Decoder):
+    """A mixture of experts: they run again on the kept tokens."""
 
     def anatomy(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Anatomy | str:
         call = super().anatomy(hidden_states, *args, **options)
@@ -408,104 +368,54 @@ class _Experts:
         return y
 
 
-_BLOCKS: dict[type[nn.Module], type[SketchedBlock]] = {
-    sketched.plain: sketched
-    for sketched in (
-        SketchedBertLayer,
-        SketchedRobertaLayer,
-        SketchedTransformerBlock,
-        SketchedViTLayer,
-        SketchedDinov2Layer,
-        SketchedGPT2Block,
-        SketchedLlamaDecoderLayer,
-        SketchedMistralDecoderLayer,
-        SketchedQwen2DecoderLayer,
-        SketchedQwen3DecoderLayer,
-        SketchedMixtralDecoderLayer,
-    )
-}
+_FAMILIES: Mapping[str, tuple[str, type[SketchedBlock]]] = MappingProxyType(
+    {
+        "BertLayer": ("bert", _Bert),
+        "RobertaLayer": ("roberta", _Bert),
+        "TransformerBlock": ("distilbert", _DistilBert),
+        "ViTLayer": ("vit", _ViT),
+        "Dinov2Layer": ("dinov2", _Dinov2),
+        "GPT2Block": ("gpt2", _GPT2),
+        "LlamaDecoderLayer": ("llama", _Decoder),
+        "MistralDecoderLayer": ("mistral", _Decoder),
+        "Qwen2DecoderLayer": ("qwen2", _Decoder),
+        "Qwen3DecoderLayer": ("qwen3", _Decoder),
+        "MixtralDecoderLayer": ("mixtral", _Mixtral),
+    }
+)
+"""The block's class: its folder in transformers' models, and what is mixed in."""
 
 
 def block_of(block: type[nn.Module]) -> type[SketchedBlock] | None:
-    """The class that a block of transformers becomes."""
-    return _BLOCKS.get(block)
+    """The class that a block of transformers becomes; ``None`` if it is not known."""
+    folder, _ = _FAMILIES.get(block.__name__, ("", None))
+    if block.__module__ != _module(folder):
+        return None
+    made: type[SketchedBlock] = _made(block)
+    return made
+
+
+@cache
+def _made(block: Any) -> type[SketchedBlock]:
+    """One class for each block; only models that are used are imported."""
+    _, mixin = _FAMILIES[block.__name__]
+    about = f"transformers' ``{block.__name__}`` on kept tokens."
+    entries = {"plain": block, "__module__": __name__, "__doc__": about}
+    return type(f"Sketched{block.__name__}", (mixin, block), entries)
+
+
+def __getattr__(name: str) -> Any:
+    """A class by its name, as unpickling asks for it."""
+    plain = name.removeprefix("Sketched")
+    if plain == name or plain not in _FAMILIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    loaded = importlib.import_module(_module(_FAMILIES[plain][0]))
+    return _made(getattr(loaded, plain))
+
+
+def _module(folder: str) -> str:
+    return f"transformers.models.{folder}.modeling_{folder}"
 
 
 def _holds_keys(cache: Any, attention: Any) -> bool:
     return cache is not None and cache.get_seq_length(attention.layer_idx) > 0
-
-
-def kept_linear(layer: nn.Module, sketch: Rows) -> Callable[[Tensor], Tensor]:
-    """A plain linear layer with sketched rows; any other layer as it is."""
-    if type(layer) is nn.Linear and not watched(layer):
-        return lambda x: sketched_linear(x, layer.weight, layer.bias, sketch)
-    if type(layer).__name__ == "Conv1D" and not watched(layer):
-        return lambda x: sketched_linear(x, layer.weight.mT, layer.bias, sketch)  # type: ignore[arg-type, operator]
-    return layer
-
-
-def stand_in(attention: nn.Module, tokens: Tokens, parts: dict[str, str]) -> Callable[..., Any]:
-    """The forward of an attention module, with kept queries; the module itself if it has hooks."""
-    if hooked(attention):
-        return attention
-    if NAME not in AttentionInterface._global_mapping:
-        AttentionInterface.register(NAME, _kept_attention)
-    stand = _StandIn(attention, tokens)
-    for name, role in parts.items():
-        setattr(stand, name, kept_linear(getattr(attention, name), tokens.of(role)))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return type(attention).forward(stand, *args, **kwargs)  # type: ignore[arg-type]
-
-    return call
-
-
-class _StandIn:
-    """All that an attention module has, but for what is set here."""
-
-    def __init__(self, module: nn.Module, tokens: Tokens) -> None:
-        self._module = module
-        self.kept_tokens = tokens
-        self.config = _Config(module.config)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-class _Config:
-    """A config that names the attention function of this file."""
-
-    _attn_implementation = NAME
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
-
-
-def _kept_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """transformers' ``sdpa`` with kept queries."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    out = kept_attention(
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout,
-        query.shape[2] > 1 and attention_mask is None and bool(causal),
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-        queries=module.kept_tokens.query_budget,
-    )
-    return out.transpose(1, 2).contiguous(), None

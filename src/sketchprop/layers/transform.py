@@ -76,7 +76,7 @@ def sketch_(
     """
     if where not in ("always", "faster"):
         raise ValueError(f"where={where!r} is unknown; use where='always' or where='faster'")
-    layers, rule = _units(model, sketch, filter_fn)
+    layers, rule = units(model, sketch, filter_fn)
     chosen: dict[str, AnySketch | None]
     if isinstance(sketch, Mapping):
         chosen = _match(layers, sketch, planner)
@@ -107,8 +107,8 @@ def sketch_(
     return model
 
 
-def _units(
-    model: nn.Module, sketch: object, filter_fn: Filter | None
+def units(
+    model: nn.Module, sketch: object, filter_fn: Filter | None = None
 ) -> tuple[dict[str, nn.Module], Selector]:
     """What a filter is asked about, and the filter: layers, and for ``Tokens`` blocks.
 
