@@ -22,11 +22,11 @@ myst_heading_anchors = 4
 nitpicky = True
 # Names of others: their documentation is not at hand when this one is built.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|collections|typing|pathlib|Any|Callable|nn|Tensor)(\..*)?"),
+    (r"py:.*", r"(torch|collections|typing|pathlib|Any|Callable|nn|RowPart|Tensor)(\..*)?"),
     # Types of our own that a user never writes down.
     (
         r"py:.*",
-        r"sketchprop\..*\.(Filter|Model|Result|Schedule|Sketched|Stage|Summary|Writer)",
+        r"sketchprop\..*\.(Carry|Filter|Model|RowPart|RowWise|Result|Schedule|Sketched|Stage|Summary|Writer)",
     ),
 ]
 # Result folders come and go; a page that is not there yet is not an error.

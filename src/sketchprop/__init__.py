@@ -18,7 +18,7 @@ from .layers.schedule import Ladder, set_budget_
 from .layers.summary import summary
 from .layers.transform import exact, sketch_, unsketch_
 from .meters import Monitor, check_unbiased, measure, plan
-from .ops import gate, sketched_conv, sketched_linear
+from .ops import branch, gate, kept_attention, sketched_conv, sketched_linear
 from .sampled.loss import sampled_backward, sampled_loss
 from .sketches import (
     L1,
@@ -71,12 +71,14 @@ __all__ = [
     "Variance",
     "Vjp",
     "__version__",
+    "branch",
     "check_unbiased",
     "every_draw",
     "exact",
     "expectation",
     "gate",
     "keep_pages",
+    "kept_attention",
     "measure",
     "optimal_probabilities",
     "plan",

@@ -217,7 +217,7 @@ def test_a_type_checker_sees_the_types_of_the_wheel(installed, tmp_path):
         command, cwd=tmp_path, env=clean(), capture_output=True, text=True, check=False
     )
     lines = {int(m[1]): m[0] for m in re.finditer(r"^use\.py:(\d+): .*$", done.stdout, re.M)}
-    assert 'type is "sketchprop.sketches.coordinate.L1"' in lines[5], done.stdout + done.stderr
+    assert 'type is "sketchprop.sketches.columns.L1"' in lines[5], done.stdout + done.stderr
     assert 'type is "sketchprop.layers.summary.Summary"' in lines[6]
     assert 'type is "bool"' in lines[7]
     assert 'type is "float | int"' in lines[8] or 'type is "int | float"' in lines[8]

@@ -44,14 +44,13 @@ def branch(
     uniforms: Uniforms = draw_uniforms,
     check: bool = True,
 ) -> Tensor:
-    """``f(x)``, with a backward that runs on ``budget`` of the rows of x: [*, d].
+    """``f(x)``, with a backward that runs on ``budget`` of the rows of ``x: [*, d]``.
 
     f, a module or a ``RowWise`` or a function, must be row-wise: every token by itself (norms,
     linear layers, activations, dropout, gates).
     In backward r rows of the output's gradient are drawn over the whole batch, p_b ∝ ‖g_b‖, and
-    f's vjp runs on those alone:
-
-        dx = Σ_{b ∈ S} J_bᵀ g_b/p_b,   dθ likewise, with the means of the exact gradients.
+    f's vjp runs on those alone: dx = Σ J_bᵀ g_b/p_b over the kept rows, and the gradients of f's
+    parameters likewise, with the means of the exact gradients.
 
     Rows whose gradient is zero cost nothing: where the others fit into the budget all of them are
     kept with p = 1, and the gradient is exact (padding, labels that are ignored).
