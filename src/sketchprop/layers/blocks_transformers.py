@@ -47,21 +47,19 @@ def _rms_norm(part: Any) -> Steps:
     return (RMSNorm(part.variance_epsilon),), (part.weight,)
 
 
-_STEPS: Mapping[str, Callable[[Any], Steps | None]] = MappingProxyType(
-    {
-        "GELUActivation": _gelu("gelu"),
-        "NewGELUActivation": _gelu("gelu_tanh"),
-        "GELUTanh": _gelu("gelu_tanh"),
-        "SiLUActivation": lambda part: ((Activation("silu"),), ()),
-        "Conv1D": lambda part: ((Linear(transposed=True),), (part.weight, part.bias)),
-        "Dinov2LayerScale": lambda part: ((Scale(),), (part.lambda1,)),
-        "LlamaRMSNorm": _rms_norm,
-        "MistralRMSNorm": _rms_norm,
-        "MixtralRMSNorm": _rms_norm,
-        "Qwen2RMSNorm": _rms_norm,
-        "Qwen3RMSNorm": _rms_norm,
-    }
-)
+_STEPS: dict[str, Callable[[Any], Steps | None]] = {
+    "GELUActivation": _gelu("gelu"),
+    "NewGELUActivation": _gelu("gelu_tanh"),
+    "GELUTanh": _gelu("gelu_tanh"),
+    "SiLUActivation": lambda part: ((Activation("silu"),), ()),
+    "Conv1D": lambda part: ((Linear(transposed=True),), (part.weight, part.bias)),
+    "Dinov2LayerScale": lambda part: ((Scale(),), (part.lambda1,)),
+    "LlamaRMSNorm": _rms_norm,
+    "MistralRMSNorm": _rms_norm,
+    "MixtralRMSNorm": _rms_norm,
+    "Qwen2RMSNorm": _rms_norm,
+    "Qwen3RMSNorm": _rms_norm,
+}
 """Row-wise modules that are one step."""
 
 

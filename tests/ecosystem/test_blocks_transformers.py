@@ -1,0 +1,330 @@
+"""Blocks of transformers' models on kept tokens, with one ``sketch_`` call."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+import sketchprop as sp
+from sketchprop import Tokens
+from sketchprop.core.enumeration import expectation
+from sketchprop.integrations.transformers import SketchCallback
+from sketchprop.layers import SketchedBlock
+
+WORDS, SAMPLES, LENGTH = 40, 4, 10
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "num_labels": 3,
+}
+TEXT = {**SIZES, "vocab_size": WORDS, "max_position_embeddings": 32, "pad_token_id": 0}
+GROUPED = {**TEXT, "num_key_value_heads": 2}
+PICTURES = {**SIZES, "image_size": 16, "patch_size": 4}
+
+
+def both(p: float) -> dict[str, float]:
+    return {"hidden_dropout_prob": p, "attention_probs_dropout_prob": p}
+
+
+MODELS: dict[str, Callable[[float], nn.Module]] = {
+    "BERT": lambda p: hf.BertForSequenceClassification(hf.BertConfig(**TEXT, **both(p))),
+    "RoBERTa": lambda p: hf.RobertaForSequenceClassification(hf.RobertaConfig(**TEXT, **both(p))),
+    "DistilBERT": lambda p: hf.DistilBertForSequenceClassification(
+        hf.DistilBertConfig(
+            vocab_size=WORDS, dim=16, n_layers=2, n_heads=4, hidden_dim=24, num_labels=3,
+            dropout=p, attention_dropout=p, max_position_embeddings=32,
+        )
+    ),
+    "ViT": lambda p: hf.ViTForImageClassification(hf.ViTConfig(**PICTURES, **both(p))),
+    "DINOv2": lambda p: hf.Dinov2ForImageClassification(
+        hf.Dinov2Config(
+            **{k: v for k, v in PICTURES.items() if k != "intermediate_size"},
+            mlp_ratio=2, layerscale_value=0.5, **both(p),
+        )
+    ),
+    "DINOv2, gated": lambda p: hf.Dinov2ForImageClassification(
+        hf.Dinov2Config(
+            **{k: v for k, v in PICTURES.items() if k != "intermediate_size"},
+            mlp_ratio=2, use_swiglu_ffn=True, **both(p),
+        )
+    ),
+    "GPT-2": lambda p: hf.GPT2ForSequenceClassification(
+        hf.GPT2Config(
+            vocab_size=WORDS, n_embd=16, n_layer=2, n_head=4, n_inner=24, num_labels=3,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, n_positions=32, resid_pdrop=p,
+            attn_pdrop=p, embd_pdrop=p, use_cache=False,
+        )
+    ),
+    "GPT-2 with a cache": lambda p: hf.GPT2ForSequenceClassification(
+        hf.GPT2Config(
+            vocab_size=WORDS, n_embd=16, n_layer=2, n_head=4, n_inner=24, num_labels=3,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, n_positions=32, resid_pdrop=p,
+            attn_pdrop=p, embd_pdrop=p,
+        )
+    ),
+    "Llama": lambda p: hf.LlamaForSequenceClassification(
+        hf.LlamaConfig(**GROUPED, attention_dropout=p)
+    ),
+    "Qwen2": lambda p: hf.Qwen2ForSequenceClassification(
+        hf.Qwen2Config(**GROUPED, attention_dropout=p)
+    ),
+    "Qwen3": lambda p: hf.Qwen3ForSequenceClassification(
+        hf.Qwen3Config(**GROUPED, head_dim=4, attention_dropout=p)
+    ),
+    "Mistral": lambda p: hf.MistralForSequenceClassification(
+        hf.MistralConfig(**GROUPED, attention_dropout=p)
+    ),
+    "Mixtral": lambda p: hf.MixtralForSequenceClassification(
+        hf.MixtralConfig(**GROUPED, num_local_experts=3, attention_dropout=p)
+    ),
+}  # fmt: skip
+
+
+def model_of(name: str, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name](dropout).train()
+
+
+def batch_for(name: str, *, padded: bool = True) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.tensor([0, 1, 2, 0])
+    if name.startswith(("ViT", "DINO")):
+        return {
+            "pixel_values": torch.randn(SAMPLES, 3, 16, 16, generator=generator),
+            "labels": labels,
+        }
+    ids = torch.randint(3, WORDS, (SAMPLES, LENGTH), generator=generator)
+    batch = {"input_ids": ids, "labels": labels}
+    if padded:
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][1:, 7:] = 0
+        ids[1:, 7:] = 0
+    return batch
+
+
+def blocks(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, SketchedBlock)]
+
+
+def gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    torch.manual_seed(5)
+    output = model(**batch)
+    output.loss.backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return output.logits.detach(), grads
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    value: Tensor = model(**batch).loss
+    return value
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_forward_pass_is_the_plain_models_and_budget_one_its_gradient(
+    name: str, dropout: float
+) -> None:
+    plain = model_of(name, dropout)
+    model = sp.sketch_(copy.deepcopy(plain), Tokens(0.3))
+    batch = batch_for(name)
+    assert len(blocks(model)) == 2
+    output, exact = gradients(plain, batch)
+    same, sketched = gradients(model, batch)
+    torch.testing.assert_close(same, output, rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(a, b) for a, b in zip(sketched, exact, strict=True))
+    assert all(block.sketching.note == "" for block in blocks(model))
+    sp.set_budget_(model, 1.0)
+    for a, b in zip(gradients(model, batch)[1], exact, strict=True):
+        assert torch.equal(a, b)
+    sp.set_budget_(model, 0.3)
+    assert torch.equal(model.eval()(**batch).logits, plain.eval()(**batch).logits)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_mean_over_draws_is_the_exact_gradient(name: str, padded: bool) -> None:
+    if name.startswith(("ViT", "DINO")) and not padded:
+        pytest.skip("pictures have no padding")
+    model = sp.sketch_(model_of(name, 0.1), Tokens(0.3, queries=0.4, keys=0.7))
+    batch = batch_for(name, padded=padded)
+    assert sp.check_unbiased(model, loss, batch, draws=60).ok
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_of_the_model_changes_and_unsketch_leaves_no_trace(name: str) -> None:
+    plain = model_of(name)
+    model = sp.sketch_(copy.deepcopy(plain), Tokens(0.3))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert [type(b) for b in blocks(again)] == [type(b) for b in blocks(model)]
+    gradients(again, batch_for(name))
+    sp.unsketch_(model)
+    for a, b in zip(model.modules(), plain.modules(), strict=True):
+        assert type(a) is type(b)
+        assert vars(a).keys() == vars(b).keys()
+
+
+def bert_layer() -> tuple[nn.Module, dict[str, Any]]:
+    sizes = {"hidden_size": 4, "num_attention_heads": 2, "intermediate_size": 5}
+    config = hf.BertConfig(**sizes, **both(0.0), attn_implementation="sdpa")
+    mask = torch.ones(2, 1, 3, 3, dtype=torch.bool)
+    mask[1, :, :, 2] = False
+    return BertLayer(config), {"attention_mask": mask}
+
+
+def gpt2_block() -> tuple[nn.Module, dict[str, Any]]:
+    config = hf.GPT2Config(
+        n_embd=4, n_head=2, n_inner=5, resid_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa"
+    )
+    return GPT2Block(config, layer_idx=0), {}
+
+
+@pytest.mark.parametrize("make", [bert_layer, gpt2_block])
+@pytest.mark.parametrize("tokens", [Tokens(2, queries=2), Tokens(3, queries=1, keys=4)], ids=repr)
+def test_the_mean_over_all_draws_is_exact_in_float64(
+    make: Callable[[], tuple[nn.Module, dict[str, Any]]], tokens: Tokens
+) -> None:
+    torch.manual_seed(0)
+    block, options = make()
+    block = block.double().train()
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 3, 4, dtype=torch.float64)
+    inputs = [x, *block.parameters()]
+    true = torch.autograd.grad((block(x, **options) * weight).sum(), inputs)
+    sp.sketch_(block, tokens)
+    assert isinstance(block, SketchedBlock)
+
+    def one(uniforms: Any) -> tuple[Tensor, ...]:
+        y = block.run(block.anatomy(x, **options), tokens, uniforms)
+        return torch.autograd.grad((y * weight).sum(), inputs)
+
+    for mean, exact in zip(expectation(one), true, strict=True):
+        # NewGELUActivation and torch's kernel round tanh in different ways.
+        torch.testing.assert_close(mean, exact, rtol=1e-9, atol=1e-10)
+
+
+def test_what_is_asked_for_beyond_kept_tokens_is_exact_and_said() -> None:
+    model = sp.sketch_(model_of("BERT"), Tokens(0.3))
+    model.set_attn_implementation("eager")
+    batch = batch_for("BERT")
+    assert len(model(**batch, output_attentions=True).attentions) == 2
+    assert "output_attentions=True" in blocks(model)[0].sketching.note
+    assert "output_attentions=True" in str(sp.summary(model))
+    gpt = sp.sketch_(model_of("GPT-2 with a cache"), Tokens(0.3))
+    first = gpt(**batch_for("GPT-2", padded=False))
+    assert first.past_key_values.get_seq_length() == LENGTH
+    gpt(torch.ones(SAMPLES, 1, dtype=torch.long), past_key_values=first.past_key_values)
+    assert "a cache that holds keys" in blocks(gpt)[0].sketching.note
+    torch.manual_seed(0)
+    config = hf.Dinov2Config(
+        **{k: v for k, v in PICTURES.items() if k != "intermediate_size"}, drop_path_rate=0.5
+    )
+    dino = sp.sketch_(hf.Dinov2ForImageClassification(config).train(), Tokens(0.3))
+    gradients(dino, batch_for("DINOv2"))
+    assert "drop_path drops whole samples" in blocks(dino)[0].sketching.note
+
+
+def test_router_losses_of_a_mixture_keep_their_gradient() -> None:
+    """Asking for the router's logits puts hooks on it: experts are exact then."""
+    plain = model_of("Mixtral")
+    body = plain.model
+    model = sp.sketch_(copy.deepcopy(body), Tokens(0.3))
+    batch = batch_for("Mixtral")
+    ids = batch["input_ids"]
+
+    def router_loss(model: nn.Module, ids: Tensor) -> Tensor:
+        logits = model(ids, output_router_logits=True).router_logits
+        return torch.stack([t.square().mean() for t in logits]).sum()
+
+    router_loss(model, ids)
+    assert sp.check_unbiased(model, router_loss, ids, draws=60).ok
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_peft_adapters_in_bert(before: bool) -> None:
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=2, target_modules=["query", "value", "output.dense"], init_lora_weights=False
+    )
+
+    def adapted(model: nn.Module) -> nn.Module:
+        torch.manual_seed(4)
+        return get_peft_model(model, copy.deepcopy(config))
+
+    batch = batch_for("BERT")
+    plain = adapted(model_of("BERT"))
+    if before:
+        model = adapted(sp.sketch_(model_of("BERT"), Tokens(0.3)))
+    else:
+        model = sp.sketch_(adapted(model_of("BERT")), Tokens(0.3))
+    assert len(blocks(model)) == 2
+    output, exact = gradients(plain, batch)
+    same, sketched = gradients(model, batch)
+    torch.testing.assert_close(same, output, rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(a, b) for a, b in zip(sketched, exact, strict=True))
+    assert sp.check_unbiased(model, loss, batch, draws=60).ok
+    sp.set_budget_(model, 1.0)
+    for a, b in zip(gradients(model, batch)[1], exact, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradient_checkpointing_of_transformers() -> None:
+    model = sp.sketch_(model_of("BERT", 0.1), Tokens(0.3))
+    batch = batch_for("BERT")
+    model.gradient_checkpointing_enable()
+    assert sp.check_unbiased(model, loss, batch, draws=60).ok
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama"])
+def test_it_compiles_without_a_break(name: str) -> None:
+    model = sp.sketch_(model_of(name), Tokens(0.3))
+    model.config.use_cache = False
+    batch = batch_for(name)
+    labels = batch.pop("labels")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    if name != "BERT":  # pooling by the last token reads the ids
+        compiled, batch = (
+            torch.compile(model.base_model, fullgraph=True, backend="aot_eager"),
+            {"input_ids": batch["input_ids"]},
+        )
+        compiled(**batch).last_hidden_state.square().mean().backward()
+    else:
+        nn.functional.cross_entropy(compiled(**batch).logits, labels).backward()
+    grads = [p.grad for p in model.base_model.parameters() if p.grad is not None]
+    assert len(grads) > 10
+    assert all(g.isfinite().all() for g in grads)
+
+
+def test_trainer_at_budget_one_trains_like_the_plain_run(tmp_path: Path) -> None:
+    def trained(sketch: Tokens | None) -> nn.Module:
+        model = model_of("BERT", 0.1)
+        batch = batch_for("BERT")
+        rows = [{key: value[i] for key, value in batch.items()} for i in range(SAMPLES)]
+        arguments = hf.TrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=2, save_strategy="no",
+            report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
+        )  # fmt: skip
+        callbacks = [] if sketch is None else [SketchCallback(sketch)]
+        hf.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks).train()
+        return model
+
+    plain, whole, kept = trained(None), trained(Tokens(1.0)), trained(Tokens(0.3))
+    for a, b in zip(plain.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a, b)
+    pairs = zip(plain.parameters(), kept.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)
