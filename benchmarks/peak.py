@@ -30,7 +30,8 @@ BUDGET = 0.1
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Under these the C allocator gives large blocks back as soon as they are free."""
 METHODS = ("exact", "checkpointing", "ForwardRows", "checkpointing + ForwardRows",
-           "sampled_backward")  # fmt: skip
+           "sampled_backward", "Tokens")  # fmt: skip
+TOKENS = sp.Tokens(0.2, queries=0.2, keys=0.2, save="input")
 GRAIN = 16
 """The largest batch is looked for in sixteenths of the given one."""
 
@@ -39,6 +40,30 @@ def _gelu_mlp() -> nn.Sequential:
     model = mlp(784, 1024, 1024, 1024, 10)
     layers = [nn.GELU() if isinstance(part, nn.ReLU) else part for part in model]
     return nn.Sequential(*layers)
+
+
+class _FirstToken(nn.Module):
+    """BERT of transformers with the sizes of MiniLM-L6 and a small vocabulary, one label."""
+
+    def __init__(self) -> None:
+        from transformers import BertConfig, BertForSequenceClassification
+
+        super().__init__()
+        config = BertConfig(
+            vocab_size=1000, hidden_size=384, num_hidden_layers=6, num_attention_heads=12,
+            intermediate_size=1536, num_labels=10, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        self.model = BertForSequenceClassification(config)
+        self.blocks = self.model.bert.encoder.layer
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.model(words).logits
+        return logits
+
+
+def _encoder() -> nn.Module:
+    return _FirstToken().train()
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]], int]] = {
@@ -56,6 +81,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
         ViT,
         lambda size: (torch.randn(size, 3, 32, 32), torch.randint(0, 10, (size,))),
         128,
+    ),
+    "ViT 192 × 9": (
+        lambda: ViT(dim=192, depth=9, heads=12, hidden=1024),
+        lambda size: (torch.randn(size, 3, 32, 32), torch.randint(0, 10, (size,))),
+        64,
+    ),
+    "MiniLM-L6's sizes, 128 tokens": (
+        _encoder,
+        lambda size: (torch.randint(0, 1000, (size, 128)), torch.randint(0, 10, (size,))),
+        32,
     ),
     "BERT-like 96 × 4": (
         Bert,
@@ -81,6 +116,8 @@ def prepare(name: str, method: str) -> tuple[nn.Module, Callable[[Tensor, Tensor
     model = MODELS[name][0]()
     if "ForwardRows" in method:
         sp.sketch_(model, sp.ForwardRows(BUDGET), sp.select.linear & ~sp.select.last)
+    if method == "Tokens":
+        sp.sketch_(model, TOKENS)
     if "checkpointing" in method:
         _checkpoint(model)
 
@@ -197,6 +234,8 @@ def peaks(names: list[str], small: bool) -> tuple[list[dict[str, Any]], list[dic
         shares.append({"model": name, **saved_shares(name, size)})
         exact = in_fresh_process(name, "exact", size)
         for method in METHODS:
+            if method == "Tokens" and name.startswith("MLP"):
+                continue
             peak = partial(in_fresh_process, name, method)
             found = exact if method == "exact" else peak(size)
             most = size if method == "exact" else largest_batch(peak, exact, size, found)
@@ -219,8 +258,9 @@ HEAD = """# Memory, measured
 Written by `python -m benchmarks page` from `benchmarks/results/peak-1-thread.json`. The most that
 a training step (forward, backward, SGD) needs above model, gradients and batch: the high-water mark
 of the resident memory, each in a fresh process, with an allocator that returns large blocks at
-once. `ForwardRows`, its share of rows and that of `sampled_backward`: 0.1. Checkpointing computes
-each transformer block again, of an MLP each half. The largest batch, in sixteenths of the given
+once. `ForwardRows`, its share of rows and that of `sampled_backward`: 0.1. `Tokens`: rows, queries
+and keys 0.2, `save="input"`. Checkpointing computes each transformer block again, of an MLP each
+half. The largest batch, in sixteenths of the given
 one, is that whose step needs no more than the exact step needs at the given batch.
 """
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from sketchprop.ops.branch import RowWise, branch
-from sketchprop.ops.postnorm import carried_norm
-from sketchprop.ops.rowwise import read
-from sketchprop.ops.sublayer import attention_branch
+import sketchprop as sp
 from sketchprop.zoo import ViT
 
 from .results import Line
@@ -30,6 +29,9 @@ class Budgets(NamedTuple):
 
     def __str__(self) -> str:
         return " / ".join(f"{share:g}" for share in self)
+
+    def sketch(self, save: str = "activations") -> sp.Tokens:
+        return sp.Tokens(self.rows, queries=self.queries, keys=self.keys, save=save)
 
 
 class Size(NamedTuple):
@@ -83,14 +85,22 @@ TARGETS = {
 }
 
 
+CHECKPOINTED = {
+    "ViT 192 × 9, 128 × 64 tokens": 0.55,
+    "MiniLM-L6, 32 × 128 tokens": 0.55,
+}
+"""Where the memory of checkpointing is compared: the target of ``save="input"`` over it."""
+SAVING = Budgets(0.2, 0.2, 0.2)
+
+
 def tokens(names: list[str], seconds: float, compiled: bool) -> Iterator[Line]:
-    """Exact step, kept tokens, and a forward pass alone, in turns."""
+    """Exact step, kept tokens, and a forward pass alone, in turns; then against checkpointing."""
     for name in names:
-        work: dict[str, Step] = {"exact": step(name, None), "forward": forward(name)}
+        work: dict[str, Step] = {"exact": step(name), "forward": forward(name)}
         for budgets in TARGETS[name]:
-            work[str(budgets)] = step(name, budgets)
+            work[str(budgets)] = step(name, budgets.sketch())
             if compiled:
-                work[f"{budgets}, compiled"] = step(name, budgets, compiled=True)
+                work[f"{budgets}, compiled"] = step(name, budgets.sketch(), compiled=True)
         ratios = interleave(work, seconds=seconds * len(work))
         share = ratios["forward"].median
         yield Line(name, "exact, forward alone", 1.0, ratios["forward"])
@@ -101,99 +111,62 @@ def tokens(names: list[str], seconds: float, compiled: bool) -> Iterator[Line]:
                 method = f"kept tokens {budgets}{word}"
                 ratio = ratios[f"{budgets}{word}"]
                 yield Line(name, method, budgets.rows, ratio, floor, target)
+        if name in CHECKPOINTED:
+            yield _against_checkpoints(name, seconds)
 
 
-def step(name: str, budgets: Budgets | None, *, compiled: bool = False) -> Step:
+def _against_checkpoints(name: str, seconds: float) -> Line:
+    work = {
+        "checkpointed": step(name, checkpointed=True),
+        "input": step(name, SAVING.sketch(save="input")),
+    }
+    ratio = interleave(work, seconds=2 * seconds)["input"]
+    method = f'kept tokens {SAVING}, save="input", over checkpointing'
+    return Line(name, method, SAVING.rows, ratio, None, CHECKPOINTED[name])
+
+
+def step(
+    name: str,
+    sketch: sp.Tokens | None = None,
+    *,
+    compiled: bool = False,
+    checkpointed: bool = False,
+) -> Step:
     """A closure that runs one training step of one of ``MODELS``."""
-    model, inputs = _model(name, budgets)
+    model, inputs = prepared(name, sketch, checkpointed=checkpointed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     labels = torch.randint(0, 10, (inputs.shape[0],))
     call: Callable[..., Any] = torch.compile(model) if compiled else model
 
     def once() -> None:
         optimizer.zero_grad()
-        output = call(inputs)
-        F.cross_entropy(output if isinstance(output, Tensor) else output.logits, labels).backward()
+        loss_of(call(inputs), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     return once
 
 
+def loss_of(output: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output if isinstance(output, Tensor) else output.logits, labels)
+
+
 def forward(name: str) -> Step:
-    model, inputs = _model(name, None)
+    model, inputs = prepared(name)
     return lambda: model(inputs)
 
 
-def _model(name: str, budgets: Budgets | None) -> tuple[nn.Module, Tensor]:
-    """The same weights and the same batch each time."""
+def prepared(
+    name: str, sketch: sp.Tokens | None = None, *, checkpointed: bool = False, batch: int = 0
+) -> tuple[nn.Module, Tensor]:
+    """The same weights and the same batch each time, in training mode."""
     torch.manual_seed(0)
-    model, inputs = MODELS[name].model()
-    if budgets is not None:
-        turn_(model, budgets)
+    size = MODELS[name]
+    model, inputs = size._replace(batch=batch or size.batch).model()
+    model.train()
+    if sketch is not None:
+        sp.sketch_(model, sketch)
+    if checkpointed:
+        for module in model.modules():
+            if type(module).__name__ in ("Block", "BertLayer"):
+                module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
     return model, inputs
-
-
-def turn_(model: nn.Module, budgets: Budgets) -> None:
-    """Gives each block of a model a forward on kept tokens."""
-    for module in model.modules():
-        if type(module).__name__ == "Block":
-            module.forward = _PreNorm(module, budgets)  # type: ignore[method-assign]
-        elif type(module).__name__ == "BertLayer":
-            module.forward = _PostNorm(module, budgets)  # type: ignore[method-assign]
-
-
-class _PreNorm:
-    """The zoo's block."""
-
-    def __init__(self, block: Any, budgets: Budgets) -> None:
-        self.block, self.budgets = block, budgets
-
-    def __call__(self, x: Tensor) -> Tensor:
-        block, budgets = self.block, self.budgets
-        y, carry = attention_branch(
-            x,
-            (block.attn.qkv.weight, block.attn.qkv.bias),
-            rowwise(block.attn.out, block.drop),
-            heads=block.attn.heads,
-            norm=rowwise(block.norm1),
-            queries=budgets.queries,
-            keys=budgets.keys,
-            residual=True,
-            carry=True,
-        )
-        f = rowwise(block.norm2, *block.mlp, block.drop)
-        return branch(f, y, budgets.rows, residual=True, carry=carry)
-
-
-class _PostNorm:
-    """The encoder layer of BERT in transformers."""
-
-    def __init__(self, layer: Any, budgets: Budgets) -> None:
-        self.layer, self.budgets = layer, budgets
-
-    def __call__(self, x: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-        layer, budgets = self.layer, self.budgets
-        attention, last = layer.attention.self, layer.attention.output
-        parts = (attention.query, attention.key, attention.value)
-        a, carry = attention_branch(
-            x,
-            tuple((part.weight, part.bias) for part in parts),  # type: ignore[arg-type]
-            rowwise(last.dense, last.dropout),
-            heads=attention.num_attention_heads,
-            attn_mask=mask,
-            queries=budgets.queries,
-            keys=budgets.keys,
-            residual=True,
-            carry=True,
-        )
-        assert carry is not None
-        y, carry = carried_norm(a, rowwise(last.LayerNorm), carry)
-        f = rowwise(layer.intermediate.dense, nn.GELU(), layer.output.dense, layer.output.dropout)
-        z: Tensor = layer.output.LayerNorm(branch(f, y, budgets.rows, residual=True, carry=carry))
-        return z
-
-
-def rowwise(*modules: nn.Module) -> RowWise:
-    found = read(nn.Sequential(*modules))
-    assert found is not None
-    return RowWise(*found)
