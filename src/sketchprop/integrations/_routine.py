@@ -13,7 +13,7 @@ from ..layers.schedule import Schedule, set_budget_
 from ..layers.transform import Filter, sketch_, unsketch_
 from ..meters.noise.passes import Loss
 from ..meters.noise.variance import measure_variance
-from ..sketches import Sketch
+from ..sketches import AnySketch
 
 Metrics = Callable[[nn.Module], Mapping[str, float]]
 """Further values to log, by name, from the model as it is."""
@@ -23,7 +23,7 @@ Metrics = Callable[[nn.Module], Mapping[str, float]]
 class Routine:
     """What to do to a model while it trains: a function of the step, so it holds no state."""
 
-    sketch: Sketch | Mapping[str, Sketch | None] | None
+    sketch: AnySketch | Mapping[str, AnySketch | None] | None
     filter_fn: Filter | None
     schedule: Schedule | None
     metrics: Metrics | None

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..layers.schedule import Schedule
 from ..layers.transform import Filter
-from ..sketches import Sketch
+from ..sketches import AnySketch
 from ._routine import Metrics, Routine, added_variance, check_log_every
 
 __all__ = ["SketchCallback", "added_variance"]
@@ -56,7 +56,7 @@ class SketchCallback(*_bases()):  # type: ignore[misc]
 
     def __init__(
         self,
-        sketch: Sketch | Mapping[str, Sketch | None] | None,
+        sketch: AnySketch | Mapping[str, AnySketch | None] | None,
         filter_fn: Filter | None = None,
         schedule: Schedule | None = None,
         *,

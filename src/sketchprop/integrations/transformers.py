@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..layers.schedule import Schedule
 from ..layers.transform import Filter
 from ..sampled.loss import kept_samples, sampled_loss
-from ..sketches import Sketch
+from ..sketches import AnySketch
 from ._routine import Metrics, Routine, added_variance, check_log_every
 
 try:
@@ -50,7 +50,7 @@ class SketchCallback(TrainerCallback):
 
     def __init__(
         self,
-        sketch: Sketch | Mapping[str, Sketch | None] | None,
+        sketch: AnySketch | Mapping[str, AnySketch | None] | None,
         filter_fn: Filter | None = None,
         schedule: Schedule | None = None,
         *,
