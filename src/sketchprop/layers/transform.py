@@ -77,6 +77,12 @@ def sketch_(
     """
     if where not in ("always", "faster"):
         raise ValueError(f"where={where!r} is unknown; use where='always' or where='faster'")
+    given = sketch.values() if isinstance(sketch, Mapping) else (sketch,)
+    if where == "faster" and any(isinstance(s, Tokens) for s in given):
+        raise ValueError(
+            "where='faster' times single layers, and Tokens takes blocks; leave it out, and ask "
+            "plan(model, loss_fn, batch, sketch=Tokens(0.3)) what a block gains"
+        )
     layers, rule = units(model, sketch, filter_fn)
     chosen: dict[str, AnySketch | None]
     if isinstance(sketch, Mapping):
@@ -101,7 +107,7 @@ def sketch_(
             _restore(layer)
             continue
         _restore_around(model, layer)
-        judge = Judge() if where == "faster" and not isinstance(s, Tokens) else None
+        judge = Judge() if where == "faster" else None
         own = None if planner is None else planner.anew()
         _turn(layer, Sketching(_of_layer(layer, s), own, judge=judge, accumulate=accumulate))
     _log.info("%s", _taken(model, layers, chosen))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from ..core.checks import check_budget, check_sampling
 from ..core.cost import Cost, Size
@@ -99,9 +99,14 @@ class Sketch(ABC):
         return replace(self, budget=budget)
 
     def __repr__(self) -> str:
-        shown = [repr(self.budget)]
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                shown.append(f"{field.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return as_call(self)
+
+
+def as_call(made: Any) -> str:
+    """A frozen dataclass with a budget as one would type it: only options that were given."""
+    shown = [repr(made.budget)]
+    for field in fields(made)[1:]:
+        value = getattr(made, field.name)
+        if value != field.default:
+            shown.append(f"{field.name}={value!r}")
+    return f"{type(made).__name__}({', '.join(shown)})"

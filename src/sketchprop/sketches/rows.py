@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core import importance
-from ..core.checks import check_choice, solve_dtype
+from ..core.checks import check_choice, solve_dtype, wide_dtype
 from ..core.compact import InputRowAtoms, RowAtoms, SketchedRowAtoms
 from ..core.cost import Cost, Size, drawing_flops
 from ..core.probabilities import water_fill
@@ -93,6 +93,11 @@ class Rows(RowSketch):
     all kept with p = 1**: one draw at the top of a network serves all layers below. Include the
     last layer for that: ``sketch_(model, Rows(0.1, unit="sample"), select.everything)``.
 
+    ``by="nonzero"``: all rows that are not zero and no others: the *exact* gradient of a padded
+    batch or of ignored labels, without the work on zeros. How many there are is only known in
+    backward, which waits once for the device; compiled it is the exact product. The budget then
+    plays no part but in formulas for FLOPs: the share of rows that are thought not to be zero.
+
     ``unit="token"``: each row by itself. ``"sample"``: all tokens or pixels of a sample are kept
     or dropped together, so that zero rows survive attention and convolutions; p is then from
     √Σ of the squares of its rows. ``None``: samples in convolutions, tokens elsewhere.
@@ -114,6 +119,8 @@ class Rows(RowSketch):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("by", self.by, _BY)
+        if self.by == "nonzero":
+            object.__setattr__(self, "sampling", "independent")  # coins that are sure
         check_choice("unit", self.unit, _UNITS)
         if self.then is not None and not (isinstance(self.then, Sketch) and "G" in self.then.sees):
             raise TypeError(
@@ -135,13 +142,13 @@ class Rows(RowSketch):
         whole = self.whole_samples(samples.pixels) and samples.tokens > 1
         if not whole:
             roots = roots.flatten(-2)
-        elif self.by == "uniform":
+        elif self.by in ("uniform", "nonzero"):
             roots = roots.amax(-1)
         else:
             roots = torch.linalg.vector_norm(roots, dim=-1)
         units = samples.units(whole, roots.device)
         rank = self.rank(roots.shape[-1])
-        p = water_fill(roots, rank)
+        p = roots.to(wide_dtype(roots)) if self.by == "nonzero" else water_fill(roots, rank)
         if self.then is None:
             return RowAtoms(p, rank, self.sampling, units)
         return SketchedRowAtoms(p, rank, self.sampling, units, then=self.then)
@@ -151,6 +158,8 @@ class Rows(RowSketch):
 
     def roots(self, vjp: Vjp) -> Tensor:
         dtype = solve_dtype(vjp.G)
+        if self.by == "nonzero":
+            return (vjp.G.abs().amax(-1) != 0).to(dtype)
         if self.by == "uniform":
             largest = vjp.G.abs().amax(-1).to(dtype)
             return (largest > 0).to(dtype) + 0 * largest
@@ -161,6 +170,8 @@ class Rows(RowSketch):
         return norms * (seen + importance.FLOOR * seen.mean(-1, keepdim=True)).sqrt()
 
     def keeps_all(self, B: int, n: int, d: int) -> bool:
+        if self.by == "nonzero":
+            return torch.compiler.is_compiling()
         rows_stay = super().keeps_all(B, n, d)
         return rows_stay and (self.then is None or self.then.keeps_all(B, n, d))
 
@@ -226,6 +237,7 @@ _BY: MappingProxyType[str | None, str] = MappingProxyType(
         "gradient": "by ‖g_b‖",
         "gradient_input": "by ‖g_b‖ and ‖x_b‖",
         "uniform": "the rows that are not zero alike",
+        "nonzero": "all rows that are not zero",
     }
 )
 _UNITS: MappingProxyType[str | None, str] = MappingProxyType(

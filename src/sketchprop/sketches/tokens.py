@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from ..core.checks import check_budget
 from ..core.compact import RowAtoms
@@ -11,6 +11,7 @@ from ..core.probabilities import water_fill
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import CompactGradient, Vjp
+from .base import as_call
 from .rows import Rows
 
 SAVES = ("activations", "input")
@@ -128,12 +129,7 @@ class Tokens:
         return replace(self, budget=budget)
 
     def __repr__(self) -> str:
-        shown = [repr(self.budget)]
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                shown.append(f"{field.name}={value!r}")
-        return f"Tokens({', '.join(shown)})"
+        return as_call(self)
 
 
 PARTS = ("rows", "queries", "keys")
