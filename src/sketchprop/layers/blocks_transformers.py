@@ -358,6 +358,8 @@ class _Decoder(_TransformersBlock):
 class _Mixtral(_Decoder):
     """A mixture of experts: they run again on the kept tokens."""
 
+    left = "experts run again on the kept rows; they are not in these FLOPs"
+
     def anatomy(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Anatomy | str:
         call = super().anatomy(hidden_states, *args, **options)
         if isinstance(call, str):
