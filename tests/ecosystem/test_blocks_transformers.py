@@ -78,6 +78,12 @@ MODELS: dict[str, Callable[[float], nn.Module]] = {
     "Llama": lambda p: hf.LlamaForSequenceClassification(
         hf.LlamaConfig(**GROUPED, attention_dropout=p)
     ),
+    "Llama without a cache": lambda p: hf.LlamaForSequenceClassification(
+        hf.LlamaConfig(**GROUPED, attention_dropout=p, use_cache=False)
+    ),
+    "Mixtral without a cache": lambda p: hf.MixtralForSequenceClassification(
+        hf.MixtralConfig(**GROUPED, num_local_experts=3, attention_dropout=p, use_cache=False)
+    ),
     "Qwen2": lambda p: hf.Qwen2ForSequenceClassification(
         hf.Qwen2Config(**GROUPED, attention_dropout=p)
     ),
@@ -254,6 +260,29 @@ def test_router_losses_of_a_mixture_keep_their_gradient() -> None:
     assert sp.check_unbiased(model, router_loss, ids, draws=60).ok
 
 
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("Llama", ["q_proj", "v_proj", "o_proj", "gate_proj"]),
+        ("Llama without a cache", ["k_proj", "down_proj"]),
+        ("GPT-2", ["c_attn", "c_fc"]),
+        ("DistilBERT", ["q_lin", "lin1"]),
+        ("ViT", ["q_proj", "fc1"]),
+    ],
+)
+def test_peft_adapters_stay_unbiased(name: str, targets: list[str]) -> None:
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out=name == "GPT-2"
+    )
+    plain = get_peft_model(model_of(name), config)
+    model = sp.sketch_(copy.deepcopy(plain), Tokens(0.3))
+    batch = batch_for(name)
+    torch.testing.assert_close(gradients(model, batch)[0], gradients(plain, batch)[0])
+    assert "exact" not in blocks(model)[0].sketching.note
+    assert sp.check_unbiased(model, loss, batch, draws=60).ok
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_peft_adapters_in_bert(before: bool) -> None:
     torch.manual_seed(3)
@@ -280,6 +309,34 @@ def test_peft_adapters_in_bert(before: bool) -> None:
     sp.set_budget_(model, 1.0)
     for a, b in zip(gradients(model, batch)[1], exact, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_by_autocast_and_in_the_weights(name: str) -> None:
+    model = sp.sketch_(model_of(name, 0.1), Tokens(0.3, keys=0.7))
+    batch = batch_for(name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = loss(model, batch)
+    value.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
+    plain = model_of(name, 0.1).bfloat16()
+    model = sp.sketch_(copy.deepcopy(plain), Tokens(0.3, keys=0.7))
+    output, _ = gradients(plain, half)
+    same, grads = gradients(model, half)
+    torch.testing.assert_close(same, output, rtol=5e-2, atol=5e-2)
+    assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_block_can_train_above_frozen_ones(name: str) -> None:
+    model = model_of(name)
+    model.base_model.requires_grad_(False)
+    sp.sketch_(model, Tokens(0.3))
+    blocks(model)[1].requires_grad_(True)
+    gradients(model, batch_for(name))
+    assert all(p.grad is None for p in blocks(model)[0].parameters())
+    assert all(p.grad is not None for p in blocks(model)[1].parameters())
 
 
 def test_gradient_checkpointing_of_transformers() -> None:

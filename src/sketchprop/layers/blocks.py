@@ -17,7 +17,7 @@ from ..ops.branch import RowWise, branch
 from ..ops.kept import kept_count
 from ..ops.postnorm import carried_norm
 from ..ops.rowwise import Chain, Dropout, Parameters, read
-from ..ops.sublayer import Projection, attention_branch
+from ..ops.sublayer import Projection, Rotary, attention_branch
 from ..sketches import AnySketch, Tokens
 from .sketched import SketchedModule
 
@@ -41,6 +41,8 @@ class SelfAttention(NamedTuple):
     dropout_p: float = 0.0
     is_causal: bool = False
     scale: float | None = None
+    rotary: Rotary | None = None
+    """Cosines and sines that rotate q and k by halves."""
     module: nn.Module | None = None
     """Whose forward this stands for: if it has hooks, it is called."""
 
@@ -77,6 +79,9 @@ class SketchedBlock(SketchedModule):
     left: ClassVar[str] = ""
     """What of the block always stays exact, and why."""
 
+    unread: ClassVar[str] = "its attention is exact"
+    """What becomes of attention that cannot be taken apart."""
+
     def anatomy(self, *args: Any, **kwargs: Any) -> Anatomy | str:
         """What this call is made of; or why the block has to run as it is."""
         raise NotImplementedError
@@ -112,8 +117,8 @@ class SketchedBlock(SketchedModule):
         if not torch.compiler.is_compiling():
             self._note("; ".join(notes))
         if f is None:
-            added = applied(mlp, y)
-            return y + added if call.norm_first else applied(call.norms[1:], y + added)
+            z = y + applied(mlp, y)
+            return z if call.norm_first else applied(call.norms[1:], z)
         used = None if isinstance(f, RowWise) else parameters_of(mlp)
         z = branch(
             f,
@@ -154,6 +159,7 @@ class SketchedBlock(SketchedModule):
             attn_mask=attention.mask,
             dropout_p=attention.dropout_p,
             is_causal=attention.is_causal,
+            rotary=attention.rotary,
             scale=attention.scale,
             queries=tokens.query_budget,
             keys=tokens.key_budget,
@@ -179,12 +185,12 @@ class SketchedBlock(SketchedModule):
         for part in attention.projections:
             pair = self.projection(part)
             if pair is None:
-                return None, f"its attention is exact: {changed(part)}"
+                return None, f"{self.unread}: {changed(part)}"
             pairs.append(pair)
         out, why = self._rows(attention.out, whole=True)
         norm, other = self._rows(call.norms[:1], whole=True)
         if out is None or norm is None:
-            return None, f"its attention is exact: {why or other}"
+            return None, f"{self.unread}: {why or other}"
         projections = pairs[0] if len(pairs) == 1 else tuple(pairs)
         return (projections, out, norm), ""
 

@@ -66,6 +66,8 @@ _STEPS: dict[str, Callable[[Any], Steps | None]] = {
 class _TransformersBlock(SketchedBlock):
     """Reads the row-wise modules of transformers."""
 
+    unread = "its attention runs as it is, on kept queries"
+
     def read(self, part: Callable[[Tensor], Tensor]) -> Steps | None:
         found = super().read(part)
         if found is not None or not isinstance(part, nn.Module) or watched(part):
@@ -338,12 +340,25 @@ class _Decoder(_TransformersBlock):
             y: Tensor = call(hidden_states=x, **options)[0]
             return y
 
+        fused = None
+        # A cache wants the keys, and norms of q and k are no part of a rotation.
+        if options.get("past_key_values") is None and not hasattr(attention, "q_norm"):
+            fused = SelfAttention(
+                (attention.q_proj, attention.k_proj, attention.v_proj),
+                (attention.o_proj,),
+                attention.config.num_attention_heads,
+                attention.config.num_key_value_heads,
+                rotary=options["position_embeddings"],
+                **_how(attention, mask, hidden_states, attention.attention_dropout),
+            )
         norms = (self.input_layernorm, self.post_attention_layernorm)
-        return Anatomy(hidden_states, None, plain, norms, (self.mlp,), norm_first=True)
+        return Anatomy(hidden_states, fused, plain, norms, (self.mlp,), norm_first=True)
 
 
 class _Mixtral(_Decoder):
     """A mixture of experts: they run again on the kept tokens."""
+
+    left = "experts run again on the kept rows; they are not in these FLOPs"
 
     def anatomy(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Anatomy | str:
         call = super().anatomy(hidden_states, *args, **options)

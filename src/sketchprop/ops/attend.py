@@ -124,7 +124,7 @@ def _formulas(
     dP = g @ v.mT
     kept = P
     if dropped is not None:
-        factor = dropped * _rescale(how)
+        factor = dropped.to(dP.dtype) * _rescale(how)
         kept, dP = P * factor, dP * factor
     dS = P * (dP - (dP * P).sum(-1, keepdim=True)) * _scale(q, how)
     return dS @ k, dS.mT @ q, kept.mT @ g
