@@ -22,7 +22,7 @@ myst_heading_anchors = 4
 nitpicky = True
 # Names of others: their documentation is not at hand when this one is built.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|collections|typing|pathlib|Any|Callable|nn|RowPart|Tensor)(\..*)?"),
+    (r"py:.*", r"(torch|collections|typing|pathlib|Any|Callable|nn|Rotary|RowPart|Tensor)(\..*)?"),
     # Types of our own that a user never writes down.
     (
         r"py:.*",
