@@ -39,6 +39,7 @@ from .sketches import (
     SampleMask,
     Sketch,
     Split,
+    Tokens,
     Variance,
 )
 
@@ -66,6 +67,7 @@ __all__ = [
     "SketchedLinear",
     "SketchedModule",
     "Split",
+    "Tokens",
     "Variance",
     "Vjp",
     "__version__",

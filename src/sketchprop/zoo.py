@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .layers import Anatomy, SelfAttention, SketchedBlock, sketchable
+
 
 def mlp(*widths: int) -> nn.Sequential:
     """Linear layers with ReLU in between; by default the paper's 784-64-64-10.
@@ -53,6 +55,23 @@ class Block(nn.Module):
         x = x + self.drop(self.attn(self.norm1(x)))
         y: Tensor = x + self.drop(self.mlp(self.norm2(x)))
         return y
+
+
+@sketchable(Block)
+class SketchedZooBlock(SketchedBlock, Block):
+    """``Block`` with a backward on kept tokens: what a block of your own needs for ``Tokens``."""
+
+    roles = (("attn.qkv", "packed"), ("attn.out", "queries"))
+
+    def anatomy(self, x: Tensor) -> Anatomy | str:
+        def plain(normed: Tensor) -> Tensor:
+            y: Tensor = self.drop(self.attn(normed))
+            return y
+
+        attn = self.attn
+        attention = SelfAttention((attn.qkv,), (attn.out, self.drop), attn.heads, module=attn)
+        norms = (self.norm1, self.norm2)
+        return Anatomy(x, attention, plain, norms, (self.mlp, self.drop), norm_first=True)
 
 
 class ViT(nn.Module):

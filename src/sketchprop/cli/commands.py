@@ -15,7 +15,7 @@ from ..layers.transform import sketch_
 from ..meters import MeasureReport, bench, check_unbiased, measure, plan
 from ..report import html_report, setup_facts
 from ..report.charts import bench_chart, noise_chart, plan_chart
-from ..sketches import AnySketch, Planner, Sketch, Split
+from ..sketches import AnySketch, Planner
 from .location import measure_location
 from .plots import plot_bars, plot_location
 from .show import Progress, complain, progress, say, show, write_json
@@ -84,7 +84,7 @@ def run_bench(options: Namespace) -> int:
 def run_report(options: Namespace) -> int:
     """The page is written whether the sketch pays or not."""
     chosen = parse_sketches(options.sketches)
-    tried = [chosen] if isinstance(chosen, Sketch | Split) else [s for s in chosen.values() if s]
+    tried = [s for s in chosen.values() if s] if isinstance(chosen, dict) else [chosen]
     task = _task(options)
     with progress() as line:
         _train(options, task, line)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from .. import sketches as built_in_sketches
 from ..data import mnist, normalised
 from ..meters.noise.passes import Loss
-from ..sketches import AnySketch, Planner, Sketch, Split
+from ..sketches import AnySketch, Planner, Sketch, Split, Tokens
 from ..zoo import Bert, ViT, mlp
 
 
@@ -88,7 +88,7 @@ def parse_sketch(text: str) -> AnySketch:
     Nothing is evaluated: names of sketches are looked up and called with literals, or with
     further sketches; anything else is refused before it could run.
     """
-    sketch: AnySketch = _parse(text, (Sketch, Split), "a sketch, for example L1(0.1)")
+    sketch: AnySketch = _parse(text, (Sketch, Split, Tokens), "a sketch, for example L1(0.1)")
     return sketch
 
 
@@ -251,7 +251,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Any], bool]]
 
 
 def _concrete(value: Any) -> bool:
-    if value is Split:
+    if value in (Split, Tokens):
         return True
     return isinstance(value, type) and issubclass(value, Sketch) and not value.__abstractmethods__
 

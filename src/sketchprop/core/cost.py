@@ -14,6 +14,8 @@ class Size(NamedTuple):
     d: int
     input_grad: bool = True
     weight_grad: bool = True
+    part: str = "rows"
+    """In a block: "rows" of a branch, "queries", "keys", or "exact"."""
 
     @property
     def sides(self) -> int:

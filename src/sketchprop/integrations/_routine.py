@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.cost import Size
-from ..layers import SketchedModule, sketched_class
+from ..layers import SketchedBlock, SketchedModule, sketched_class
 from ..layers.schedule import Schedule, set_budget_
 from ..layers.transform import Filter, sketch_, unsketch_
 from ..meters.noise.passes import Loss
@@ -108,15 +107,18 @@ def kept_flops(model: nn.Module, rows: int) -> float:
     By the sketches' own formulas, scoring and solving included; no pass over the model is made.
     """
     exact = kept = 0.0
+    inner: set[nn.Module] = set()
     for module in model.modules():
         known = sketched_class(type(module))
-        for n, d in () if known is None else known.matrices(module):
-            whole = 4.0 * rows * n * d
-            exact += whole
+        if isinstance(module, SketchedBlock) and isinstance(module, nn.Module):
+            known = type(module)
+            inner.update(m for m in module.modules() if m is not module)
+        for size in () if known is None or module in inner else known.sizes(module, rows):
+            exact += size.exact_flops
             if isinstance(module, SketchedModule):
-                kept += module.sketching.cost(Size(rows, n, d)).total
+                kept += module.sketching.cost(size).total
             else:
-                kept += whole
+                kept += size.exact_flops
     return kept / exact if exact else 1.0
 
 

@@ -1,18 +1,23 @@
 """Sketched layers: a torch layer's class, plus a sketch. No new parameters, no new state."""
 
 from .attention import SketchedMultiheadAttention
+from .blocks import Anatomy, SelfAttention, SketchedBlock
 from .conv import SketchedConv1d, SketchedConv2d
-from .known import BUILT_IN, sketchable, sketched_class
+from .known import BUILT_IN, block_class, sketchable, sketched_class
 from .sketched import SketchedLinear, SketchedModule, Sketching
 
 __all__ = [
     "BUILT_IN",
+    "Anatomy",
+    "SelfAttention",
+    "SketchedBlock",
     "SketchedConv1d",
     "SketchedConv2d",
     "SketchedLinear",
     "SketchedModule",
     "SketchedMultiheadAttention",
     "Sketching",
+    "block_class",
     "sketchable",
     "sketched_class",
 ]

@@ -146,20 +146,7 @@ class SketchedMultiheadAttention(SketchedModule, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values with the extra ones asked for, and both masks as one to be added."""
         N, H, L, hd = q.shape
-        S = k.shape[2]
-        mask = _additive(attn_mask, "attn_mask", dtype)
-        if mask is not None:
-            allowed = [(L, S), (N * H, L, S)]
-            if tuple(mask.shape) not in allowed:
-                raise RuntimeError(
-                    f"attn_mask has shape {tuple(mask.shape)}; it must be {allowed[0]} or "
-                    f"{allowed[1]}"
-                )
-            mask = mask.view(-1, H if mask.dim() == 3 else 1, L, S)
-        padding = _additive(key_padding_mask, "key_padding_mask", dtype)
-        if padding is not None:
-            padding = padding.view(N, 1, 1, S)
-            mask = padding if mask is None else mask + padding
+        mask = one_mask(attn_mask, key_padding_mask, (N, H, L, k.shape[2]), dtype)
         extra = []
         if self.bias_k is not None and self.bias_v is not None:
             extra.append((self.bias_k.view(1, H, 1, hd), self.bias_v.view(1, H, 1, hd)))
@@ -186,6 +173,29 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     dims = {x.dim() for x in (query, key, value)}
     nested = query.is_nested or key.is_nested or value.is_nested
     return dims in ({2}, {3}) and not nested and key.shape[:-1] == value.shape[:-1]
+
+
+def one_mask(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Both masks as one to be added that broadcasts to ``shape``: samples, heads, queries, keys."""
+    N, H, L, S = shape
+    mask = _additive(attn_mask, "attn_mask", dtype)
+    if mask is not None:
+        allowed = [(L, S), (N * H, L, S)]
+        if tuple(mask.shape) not in allowed:
+            raise RuntimeError(
+                f"attn_mask has shape {tuple(mask.shape)}; it must be {allowed[0]} or {allowed[1]}"
+            )
+        mask = mask.view(-1, H if mask.dim() == 3 else 1, L, S)
+    padding = _additive(key_padding_mask, "key_padding_mask", dtype)
+    if padding is not None:
+        padding = padding.view(N, 1, 1, S)
+        mask = padding if mask is None else mask + padding
+    return mask
 
 
 def _additive(mask: Tensor | None, name: str, dtype: torch.dtype) -> Tensor | None:

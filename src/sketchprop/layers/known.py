@@ -10,6 +10,8 @@ from typing import TypeVar
 from torch import nn
 
 from .attention import SketchedMultiheadAttention
+from .blocks import SketchedBlock
+from .blocks_torch import SketchedTransformerDecoderLayer, SketchedTransformerEncoderLayer
 from .conv import SketchedConv1d, SketchedConv2d
 from .sketched import SketchedLinear, SketchedModule
 
@@ -20,7 +22,15 @@ BUILT_IN: Mapping[type[nn.Module], type[SketchedModule]] = MappingProxyType(
     }
 )
 
+BLOCKS: Mapping[type[nn.Module], type[SketchedBlock]] = MappingProxyType(
+    {
+        sketched.plain: sketched
+        for sketched in (SketchedTransformerEncoderLayer, SketchedTransformerDecoderLayer)
+    }
+)
+
 _MARK = "__sketched_class__"
+_BLOCK_MARK = "__sketched_block__"
 
 Sketched = TypeVar("Sketched", bound=type[SketchedModule])
 
@@ -30,7 +40,8 @@ def sketchable(layer: type[nn.Module]) -> Callable[[Sketched], Sketched]:
 
     That class is a ``SketchedModule`` and a ``layer``, without state of its own; its forward is
     the layer's unless ``self.is_sketching()``. Only ``layer`` itself is taken, not its subclasses.
-    The mark is kept on ``layer``: nothing is shared with other layers.
+    The mark is kept on ``layer``: nothing is shared with other layers. A class that is a
+    ``SketchedBlock`` makes ``layer`` a block that ``Tokens`` takes whole: see ``layers.blocks``.
 
     >>> from sketchprop import sketched_linear
     >>> class Doubled(nn.Linear):
@@ -45,7 +56,7 @@ def sketchable(layer: type[nn.Module]) -> Callable[[Sketched], Sketched]:
     """
     if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
         raise TypeError(f"sketchable({layer!r}): give the class of a layer, @sketchable(MyLayer)")
-    if layer in BUILT_IN or issubclass(layer, SketchedModule):
+    if layer in BUILT_IN or layer in BLOCKS or issubclass(layer, SketchedModule):
         raise ValueError(
             f"{layer.__name__} can be sketched already; decorate a class for a layer of your own"
         )
@@ -62,7 +73,7 @@ def sketchable(layer: type[nn.Module]) -> Callable[[Sketched], Sketched]:
                 f"{layer.__name__})"
             )
         sketched.plain = layer
-        setattr(layer, _MARK, sketched)
+        setattr(layer, _BLOCK_MARK if issubclass(sketched, SketchedBlock) else _MARK, sketched)
         return sketched
 
     return register
@@ -74,11 +85,25 @@ def sketched_class(layer: type[nn.Module]) -> type[SketchedModule] | None:
     Subclasses are not taken for their parents: they may compute something else.
     """
     if issubclass(layer, SketchedModule):
-        return layer
+        return None if issubclass(layer, SketchedBlock) else layer
     if layer in BUILT_IN:
         return BUILT_IN[layer]
     own: type[SketchedModule] | None = vars(layer).get(_MARK)
     return own or _transformers_class(layer)
+
+
+def block_class(block: type[nn.Module]) -> type[SketchedBlock] | None:
+    """The class that a transformer's block becomes, or that it is; ``None`` if it is not known."""
+    if issubclass(block, SketchedBlock):
+        return block
+    if block in BLOCKS:
+        return BLOCKS[block]
+    own: type[SketchedBlock] | None = vars(block).get(_BLOCK_MARK)
+    if own is not None or not block.__module__.startswith("transformers.models."):
+        return own
+    from .blocks_transformers import block_of
+
+    return block_of(block)
 
 
 def _transformers_class(layer: type[nn.Module]) -> type[SketchedModule] | None:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from .known import sketched_class
+from .known import block_class, sketched_class
 
 Layers = Mapping[str, nn.Module]
 Predicate = Callable[[nn.Module, str], bool]
@@ -86,6 +86,17 @@ def sketchable_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks whose very class ``sketch_`` knows, by name; one inside another is part of it."""
+    found: dict[str, nn.Module] = {}
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module not in inside and block_class(type(module)) is not None:
+            found[name] = module
+            inside.update(module.modules())
+    return found
+
+
 def as_selector(rule: Selector | Predicate) -> Selector:
     """A filter from a plain function ``(module, name) -> bool``."""
     if isinstance(rule, Selector):
@@ -127,7 +138,7 @@ def wide(size: int) -> Selector:
     """
 
     def is_wide(module: nn.Module, _: str) -> bool:
-        sketched = sketched_class(type(module))
+        sketched = sketched_class(type(module)) or block_class(type(module))
         return sketched is not None and min(map(min, sketched.matrices(module))) >= size
 
     return Selector(f"wide({size})", lambda layers: is_wide)

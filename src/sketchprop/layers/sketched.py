@@ -28,6 +28,8 @@ class Sketching:
     """Asked in each forward pass whether to sketch (``where="faster"``); ``None``: always."""
     accumulate: bool = False
     """Whether kept rows of dW are added to an existing ``.grad`` in place."""
+    note: str = ""
+    """What of a block stayed exact in the last forward pass, and why."""
     parts: dict[int, Planner] = field(default_factory=dict, repr=False)
     """The planners of a layer's second, third, … weight matrix."""
 
@@ -98,6 +100,19 @@ class SketchedModule:
         weight = layer.weight
         assert isinstance(weight, Tensor)
         return ((weight.shape[0], weight[0].numel()),)
+
+    @classmethod
+    def sizes(
+        cls, layer: nn.Module, rows: int, from_below: bool = True, trains: bool = True
+    ) -> tuple[Size, ...]:
+        """The backward of each of them: whether a gradient flows on below, and whether W trains."""
+        matrices = cls.matrices(layer)
+        last = len(matrices) - 1
+        return tuple(
+            # The last of several reads what the others made of trainable weights.
+            Size(rows, n, d, from_below or (0 < i == last and trains), trains)
+            for i, (n, d) in enumerate(matrices)
+        )
 
 
 class SketchedLinear(SketchedModule, nn.Linear):

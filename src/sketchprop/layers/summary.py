@@ -10,9 +10,10 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..core.cost import Size
 from ..core.table import LAYER, Column, Table, as_text, words
-from ..sketches import AnySketch
+from ..sketches import AnySketch, Tokens
+from .blocks import SketchedBlock
 from .faster import Judge
-from .known import BUILT_IN, sketched_class
+from .known import BUILT_IN, block_class, sketched_class
 from .sketched import SketchedModule
 from .transform import refusal
 
@@ -79,7 +80,19 @@ def summary(model: nn.Module, rows: int = 128) -> Summary:
     layers: list[LayerSummary] = []
     states = [m.sketching for m in model.modules() if isinstance(m, SketchedModule)]
     parts: dict[nn.Module, str] = {}
+    inner: dict[nn.Module, LayerSummary] = {}
+    tokens = any(isinstance(state.sketch, Tokens) for state in states)
     for name, module in model.named_modules():
+        if isinstance(module, SketchedBlock):
+            layers.append(_block(name, module, rows))
+            inner.update(_parts_of(name, module, rows))
+            continue
+        if module in inner:
+            layers.append(inner[module])
+            continue
+        if tokens and block_class(type(module)) is not None:
+            note = refusal(module, Tokens(1.0)) or "a block that sketch_ did not take"
+            layers.append(LayerSummary(name, type(module).__name__, (), None, 1.0, 1.0, note))
         if isinstance(module, nn.MultiheadAttention):
             parts[module.out_proj] = name
         shape = _shape(module)
@@ -98,6 +111,41 @@ def summary(model: nn.Module, rows: int = 128) -> Summary:
             note = _unknown(module)
         layers.append(LayerSummary(name, kind, shape, None, 1.0, 1.0, note))
     return Summary(rows, tuple(layers))
+
+
+def _block(name: str, module: SketchedBlock, rows: int) -> LayerSummary:
+    assert isinstance(module, nn.Module)
+    state, tokens = module.sketching, module.sketching.sketch
+    sizes = module.sizes(module, rows)
+    exact = sum(size.exact_flops for size in sizes)
+    share = sum(state.cost(size).total for size in sizes) / max(1.0, exact)
+    shown = repr(tokens)
+    if isinstance(tokens, Tokens):
+        shown = (
+            f"rows {tokens.budget:g}, queries {tokens.query_budget:g}, keys {tokens.key_budget:g}"
+        )
+    notes = [note for note in (shown, module.left, state.note) if note]
+    kept = tokens.kept(rows, 1, 1)
+    kind = type(module).__name__
+    return LayerSummary(name, kind, (), tokens, kept, share, "; ".join(notes))
+
+
+def _parts_of(name: str, block: SketchedBlock, rows: int) -> dict[nn.Module, LayerSummary]:
+    """A line for each layer of a block that has a weight matrix."""
+    assert isinstance(block, nn.Module)
+    lines = {}
+    state = block.sketching
+    for inside, module, role in block.parts(block):
+        sizes = block.sizes_of(module, role, rows)
+        exact = sum(size.exact_flops for size in sizes)
+        share = sum(state.cost(size).total for size in sizes) / max(1.0, exact)
+        own = f"{name}.{inside}" if name else inside
+        shape = sizes[0][1:3]
+        sketch = None if role == "exact" else state.sketch
+        note = f"a part of {name!r}: {role}"
+        kind = type(module).__name__
+        lines[module] = LayerSummary(own, kind, shape, sketch, share, share, note)
+    return lines
 
 
 def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: int) -> LayerSummary:

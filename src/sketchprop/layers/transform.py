@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -11,14 +13,26 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from ..sketches import AnySketch, Planner, Sketch, Split
+from ..sketches import AnySketch, Planner, Sketch, Split, Tokens
+from .blocks import SketchedBlock
 from .faster import Judge
-from .known import BUILT_IN, sketched_class
-from .select import Layers, Predicate, Selector, as_selector, everything, last, sketchable_layers
+from .known import BUILT_IN, block_class, sketched_class
+from .select import (
+    Layers,
+    Predicate,
+    Selector,
+    as_selector,
+    blocks_of,
+    everything,
+    last,
+    sketchable_layers,
+)
 from .sketched import SketchedModule, Sketching
 
 Filter = Selector | Predicate
 Model = TypeVar("Model", bound=nn.Module)
+
+_log = logging.getLogger("sketchprop")
 
 
 def sketch_(
@@ -33,7 +47,8 @@ def sketch_(
     """Gives layers of ``model`` a sketched backward, in place, and returns the model.
 
     ``sketch``: one sketch, or a mapping from name patterns (``*``, ``?``, ``[...]``) to sketches;
-    the first pattern that matches a layer's name decides, ``None`` leaves it exact.
+    the first pattern that matches a layer's name decides, ``None`` leaves it exact. ``Tokens``
+    takes the blocks of a transformer whole, see ``Tokens``; their layers are parts of them.
     ``filter_fn``: which layers are taken, a filter of ``sketchprop.select`` or a function
     ``(module, name) -> bool``; by default ``~select.last``, every layer but the last linear one
     (with a mapping: every layer that a pattern matches). A layer that is sketched already gets
@@ -62,16 +77,14 @@ def sketch_(
     """
     if where not in ("always", "faster"):
         raise ValueError(f"where={where!r} is unknown; use where='always' or where='faster'")
-    layers = sketchable_layers(model)
+    layers, rule = units(model, sketch, filter_fn)
     chosen: dict[str, AnySketch | None]
     if isinstance(sketch, Mapping):
         chosen = _match(layers, sketch, planner)
-        rule = as_selector(filter_fn or everything)
-    elif isinstance(sketch, Sketch | Split):
+    elif isinstance(sketch, Sketch | Split | Tokens):
         chosen = {
             name: sketch for name, layer in layers.items() if not refusal(layer, sketch, planner)
         }
-        rule = as_selector(filter_fn or ~last)
     else:
         raise TypeError(
             f"sketch={sketch!r} is a {type(sketch).__name__}; give a sketch, for example "
@@ -82,14 +95,85 @@ def sketch_(
     if not chosen:
         picked = {name: layer for name, layer in layers.items() if picks(layer, name)}
         raise ValueError(_nothing_taken(model, layers, sketch, planner, filter_fn, picked))
-    for name, s in chosen.items():
+    for name, s in _without_parts(layers, chosen).items():
+        layer = layers[name]
         if s is None:
-            _restore(layers[name])
-        else:
-            judge = Judge() if where == "faster" else None
-            own = None if planner is None else planner.anew()
-            _turn(layers[name], Sketching(s, own, judge=judge, accumulate=accumulate))
+            _restore(layer)
+            continue
+        _restore_around(model, layer)
+        judge = Judge() if where == "faster" and not isinstance(s, Tokens) else None
+        own = None if planner is None else planner.anew()
+        _turn(layer, Sketching(_of_layer(layer, s), own, judge=judge, accumulate=accumulate))
+    _log.info("%s", _taken(model, layers, chosen))
     return model
+
+
+def units(
+    model: nn.Module, sketch: object, filter_fn: Filter | None = None
+) -> tuple[dict[str, nn.Module], Selector]:
+    """What a filter is asked about, and the filter: layers, and for ``Tokens`` blocks.
+
+    A block's layers are parts of it, unless patterns name them. Where a model has blocks, the
+    layers outside of them stay exact by default.
+    """
+    layers = sketchable_layers(model)
+    if isinstance(sketch, Mapping):
+        given = any(s is None or isinstance(s, Tokens) for s in sketch.values())
+        blocks = blocks_of(model) if given else {}
+        return _in_order(model, {**blocks, **layers}), as_selector(filter_fn or everything)
+    blocks = blocks_of(model) if isinstance(sketch, Tokens) else {}
+    if not blocks:
+        return layers, as_selector(filter_fn or ~last)
+    inner = {m for block in blocks.values() for m in block.modules()}
+    outer = {name: layer for name, layer in layers.items() if layer not in inner}
+    whole = as_selector(lambda module, name: name in blocks)
+    return _in_order(model, {**blocks, **outer}), as_selector(filter_fn or whole)
+
+
+def _in_order(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if name in units}
+
+
+def _without_parts(
+    layers: Layers, chosen: Mapping[str, AnySketch | None]
+) -> dict[str, AnySketch | None]:
+    """``chosen`` without layers of blocks that ``Tokens`` takes whole."""
+    whole = [layers[name] for name, s in chosen.items() if isinstance(s, Tokens)]
+    inner = {m for block in whole for m in block.modules() if m is not block}
+    return {
+        name: s
+        for name, s in chosen.items()
+        if not (isinstance(s, Tokens) and layers[name] in inner)
+    }
+
+
+def _of_layer(layer: nn.Module, sketch: AnySketch) -> AnySketch:
+    """What a layer is sketched by: of ``Tokens`` a block takes all, a single layer the rows."""
+    if isinstance(sketch, Tokens) and block_class(type(layer)) is None:
+        return sketch.rest
+    return sketch
+
+
+def _restore_around(model: nn.Module, layer: nn.Module) -> None:
+    """A block and the layers in it are not sketched at once: what was there before goes."""
+    for module in layer.modules():
+        if module is not layer:
+            _restore(module)
+    for block in model.modules():
+        if isinstance(block, SketchedBlock) and block is not layer and layer in block.modules():
+            _restore(block)
+
+
+def _taken(model: nn.Module, layers: Layers, chosen: Mapping[str, AnySketch | None]) -> str:
+    """For the log: what was taken and what was left."""
+    counts: Counter[str] = Counter()
+    for name, s in chosen.items():
+        if s is not None:
+            counts[f"{type(layers[name]).__name__.removeprefix('Sketched')} by {s!r}"] += 1
+    left = [name for name in layers if chosen.get(name) is None]
+    text = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "nothing"
+    exact = f"; exact: {', '.join(left[:6])}{', …' if len(left) > 6 else ''}" if left else ""
+    return f"sketch_({type(model).__name__}) took {text}{exact}"
 
 
 def unsketch_(model: Model) -> Model:
@@ -124,7 +208,7 @@ def _turn(module: nn.Module, state: Sketching) -> None:
     if isinstance(module, SketchedModule):
         state.exact = module.sketching.exact
     else:
-        _change_class(module, sketched_class(type(module)))
+        _change_class(module, _known(type(module)))
     module.__dict__["sketching"] = state
 
 
@@ -141,7 +225,7 @@ def _change_class(module: nn.Module, kind: Any) -> None:
 def _restore(module: nn.Module) -> None:
     if not isinstance(module, SketchedModule):
         return
-    if sketched_class(module.plain) is not type(module):
+    if _known(module.plain) is not type(module):
         raise TypeError(
             f"{type(module).__name__} was made from a sketched layer by another library (as "
             "fully_shard does) and cannot be given its class back; use `with sketchprop.exact"
@@ -151,9 +235,13 @@ def _restore(module: nn.Module) -> None:
     del module.__dict__["sketching"]
 
 
+def _known(kind: type[nn.Module]) -> type[SketchedModule] | None:
+    return sketched_class(kind) or block_class(kind)
+
+
 def refusal(layer: nn.Module, sketch: AnySketch, planner: Planner | None = None) -> str:
     """Why ``sketch`` cannot take this layer; empty if it can."""
-    sketched = sketched_class(type(layer))
+    sketched = _known(type(layer))
     if sketched is None:
         return ""
     if "forward" in vars(layer) and _HOOKED not in vars(layer):
@@ -164,11 +252,13 @@ def refusal(layer: nn.Module, sketch: AnySketch, planner: Planner | None = None)
     if any(p.is_complex() for p in layer.parameters(recurse=False)):
         return "its weights are complex: only real gradients are sketched"
     if planner is not None:
+        if isinstance(sketch, Tokens):
+            return f"{sketch!r} draws anew in each step; leave out planner={planner!r}"
         sides = sketch.sides if isinstance(sketch, Split) else [sketch]
         reasons = [planner.refusal(side) for side in sides]
         if all(reasons):
             return reasons[0]
-    return sketched.left_exact(layer, sketch)
+    return sketched.left_exact(layer, _of_layer(layer, sketch))
 
 
 def _match(
@@ -176,7 +266,7 @@ def _match(
 ) -> dict[str, AnySketch | None]:
     """A sketch for each layer; what a wildcard happens to catch and cannot take stays out."""
     for pattern, s in patterns.items():
-        if s is not None and not isinstance(s, Sketch | Split):
+        if s is not None and not isinstance(s, Sketch | Split | Tokens):
             raise TypeError(
                 f"{pattern!r}: {s!r} is not a sketch; give for example L1(0.1), or None"
             )
@@ -227,7 +317,7 @@ def _nothing_taken(
             f"{type(model).__name__} has no layer that can be sketched; {known} (the class "
             "itself, not a subclass) can be, and layers of your own with @sketchable"
         )
-    if isinstance(sketch, Sketch | Split):
+    if isinstance(sketch, Sketch | Split | Tokens):
         reasons = [(name, refusal(layer, sketch, planner)) for name, layer in picked.items()]
         refused = [f"{name!r}: {reason}" for name, reason in reasons if reason]
         if refused:

@@ -13,8 +13,7 @@ from ..core.stopwatch import in_turns
 from ..core.table import LAYER, Column, Table, as_text, words
 from ..layers import Sketching
 from ..layers.isolation import no_gradient_hooks, twin
-from ..layers.select import sketchable_layers
-from ..layers.transform import exact, refusal, sketch_
+from ..layers.transform import exact, refusal, sketch_, units
 from ..sketches import L1, AnySketch
 from .cost.shapes import Use, recorded_uses
 from .cost.timing import Times, compare
@@ -140,7 +139,7 @@ def plan(
     """
     sketch = sketch or L1(0.1)
     loss_fn = loss_fn or _mean_square
-    layers = {layer: name for name, layer in sketchable_layers(model).items()}
+    layers = {layer: name for name, layer in units(model, sketch)[0].items()}
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no layer that can be sketched; see sketchprop.summary"

@@ -15,7 +15,7 @@ from ..core.sampling import Uniforms
 from ..core.table import Column, Table, as_text, words
 from ..core.vjp import Vjp
 from ..layers.isolation import random_state_kept
-from ..sketches import AnySketch, Planner, Sketch, Split
+from ..sketches import AnySketch, Planner, Sketch, Split, Tokens
 from .noise.passes import Gradients, Loss
 from .restore import restored
 
@@ -156,7 +156,7 @@ def expected_gradients(
     vjp = Vjp(G, W, X)
 
     def gradients(uniforms: Uniforms) -> tuple[Tensor, ...]:
-        if planner is None or isinstance(sketch, Split):
+        if planner is None or not isinstance(sketch, Sketch):
             compact = sketch(vjp, uniforms)
         else:
             compact = planner.atoms(sketch, vjp).draw(vjp, uniforms)
@@ -203,7 +203,7 @@ def check_unbiased(
             "loss_fn goes with a model: check_unbiased(model, loss_fn, batch) or "
             "check_unbiased(sketch)"
         )
-    if isinstance(subject, Sketch | Split) and draws is None:
+    if isinstance(subject, Sketch | Split | Tokens) and draws is None:
         entries = tuple(e for c in cases() for e in _exact_entries(subject, c, planner))
         return UnbiasedReport(repr(subject), "exact mean over the draw", TOLERANCE, entries)
     if not callable(subject):

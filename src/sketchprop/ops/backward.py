@@ -25,7 +25,7 @@ from ..core.importance import column_sums
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import CompactGradient, Vjp
-from ..sketches import AnySketch, Planner, Sketch
+from ..sketches import AnySketch, Planner, Sketch, Tokens
 
 Draw = TypeVar("Draw")
 Asked = tuple[bool, bool, bool]
@@ -163,6 +163,8 @@ def _compact(
     form: Form, method: Method, vjp: Vjp, index: Tensor | None, asks: tuple[bool, bool, bool]
 ) -> CompactGradient:
     sketch, planner, _, uniforms = method
+    if isinstance(sketch, Tokens):
+        sketch = sketch.rest
     if isinstance(sketch, Sketch):
         return form.draw(sketch, vjp, planner, uniforms)
     sides: list[CompactGradient] = []

@@ -7,9 +7,11 @@ from .planners import Every, Fresh, Planner, RunningNorms
 from .rows import ForwardRows, Rows, RowSketch, SampleMask
 from .spectral import GradientSVD, RankConstrained, SpectralSketch
 from .split import AnySketch, Split
+from .tokens import Tokens
 
 __all__ = [
     "L1", "L2", "AnySketch", "ColumnMask", "ColumnSketch", "Diagonal", "ElementMask", "Every",
     "ForwardRows", "Fresh", "GradientSVD", "Planner", "RankConstrained", "RowSketch", "Rows",
-    "RunningNorms", "SampleMask", "Sketch", "SpectralSketch", "Split", "Variance",
+    "RunningNorms", "SampleMask", "Sketch", "SpectralSketch", "Split", "Tokens",
+    "Variance",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import Vjp
 from .base import Sketch
+from .tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -118,5 +119,5 @@ class Split:
         return f"Split(input={self.input!r}, weight={self.weight!r}{bias})"
 
 
-AnySketch = Sketch | Split
-"""What a layer takes: one sketch for all of its gradients, or a pair."""
+AnySketch = Sketch | Split | Tokens
+"""What ``sketch_`` takes: a sketch for all gradients of a layer, a pair, or one for blocks."""

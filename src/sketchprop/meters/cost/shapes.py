@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.cost import Size
-from ...layers import SketchedModule, Sketching, sketched_class
+from ...layers import SketchedBlock, SketchedModule, Sketching, block_class, sketched_class
 from ..restore import hooked
 
 
@@ -68,22 +68,17 @@ def recorded_uses(layers: Mapping[nn.Module, str]) -> Iterator[list[Use]]:
 
 
 def _products(layer: nn.Module, inputs: Any, output: Any) -> tuple[Size, ...]:
-    kind = sketched_class(type(layer))
+    kind = sketched_class(type(layer)) or block_class(type(layer))
     if kind is None:
         return ()
-    matrices = kind.matrices(layer)
     out = next(x for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, Tensor))
     # Every matrix of a layer sees the same rows (in attention: those of self-attention).
-    rows = out.numel() // max(1, matrices[-1][0])
+    width = out.shape[-1] if issubclass(kind, SketchedBlock) else kind.matrices(layer)[-1][0]
+    rows = out.numel() // max(1, width)
     given = [x for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
     from_below = any(x.requires_grad for x in given)
     trains = any(p.requires_grad for p in layer.parameters() if p.dim() > 1)
-    last = len(matrices) - 1
-    return tuple(
-        # The last of several reads what the others made of trainable weights.
-        Size(rows, n, d, from_below or (0 < i == last and trains), trains)
-        for i, (n, d) in enumerate(matrices)
-    )
+    return kind.sizes(layer, rows, from_below, trains)
 
 
 def _shape_only(x: Any) -> Any:

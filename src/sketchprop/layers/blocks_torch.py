@@ -1,0 +1,169 @@
+"""``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer`` on kept tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.rowwise import Activation, Dropout, Linear, Parameters, Tape
+from .attention import one_mask
+from .blocks import Anatomy, RowPart, SelfAttention, SketchedBlock, Steps, watched
+
+
+@dataclass(frozen=True)
+class InTurnDropout(Dropout):
+    """Dropout of rows that lie sample by sample, with the mask of rows that lie token by token.
+
+    ``nn.MultiheadAttention`` returns its result token by token in memory, and dropout draws in
+    memory order: so the masks are those of the plain layer.
+    """
+
+    samples: int
+
+    def forward(self, x: Tensor, P: Parameters, tape: Tape, needed: bool) -> Tensor:
+        turned = x.view(self.samples, -1, x.shape[-1]).transpose(0, 1)
+        y, mask = torch.native_dropout(turned.contiguous(), self.p, True)
+        tape.kept.append(mask.transpose(0, 1).reshape(x.shape))
+        return y.transpose(0, 1).reshape(x.shape)
+
+
+class _TorchBlock(SketchedBlock):
+    """What the two have in common."""
+
+    roles = (
+        ("self_attn.out_proj", "queries"),
+        ("self_attn", "packed"),
+        ("multihead_attn", "exact"),
+    )
+
+    def _parts(
+        self: Any,
+        x: Tensor,
+        mask: Tensor | None,
+        padding: Tensor | None,
+        is_causal: bool,
+        last: tuple[nn.Module, nn.Module],
+    ) -> Anatomy | str:
+        """``last``: norm and dropout of the feed-forward part."""
+        if x.is_nested:
+            return "nested tensors have no rows to draw: pad them, and give a padding mask"
+        if x.dim() != 3:
+            return "one sequence without a batch: add an axis of samples, src.unsqueeze(0)"
+        if is_causal and mask is None:
+            return "is_causal=True without a mask"
+        mha = self.self_attn
+        turn = not mha.batch_first
+
+        def plain(x: Tensor) -> Tensor:
+            x = x.transpose(0, 1) if turn else x
+            y: Tensor = self._sa_block(x, mask, padding, is_causal)
+            return y.transpose(0, 1) if turn else y
+
+        x = x.transpose(0, 1) if turn else x
+        norm, drop = last
+        drops = [_in_turn(m, x.shape[0]) if turn else m for m in (self.dropout, drop)]
+        f = (self.linear1, self._activation(), drops[0], self.linear2, drops[1])
+        attention = self._attention(x, mask, padding, is_causal)
+        return Anatomy(x, attention, plain, (self.norm1, norm), f, self.norm_first)
+
+    def _attention(
+        self: Any, x: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool
+    ) -> SelfAttention | None:
+        mha = self.self_attn
+        plain = type(mha) is nn.MultiheadAttention and mha.in_proj_weight is not None
+        if not plain or watched(mha) or watched(self.dropout1) or mha.bias_k is not None:
+            return None
+        if mha.add_zero_attn:
+            return None
+        N, T, _ = x.shape
+        is_causal = is_causal and padding is None
+        one = None
+        if not is_causal:
+            one = one_mask(mask, padding, (N, mha.num_heads, T, T), x.dtype)
+        packed: Steps = (Linear(),), (mha.in_proj_weight, mha.in_proj_bias)
+        after = (_linear(mha.out_proj), _in_turn(self.dropout1, N))
+        dropout = mha.dropout if mha.training else 0.0
+        return SelfAttention((packed,), after, mha.num_heads, None, one, dropout, is_causal)
+
+    def _activation(self: Any) -> RowPart:
+        name = {F.relu: "relu", F.gelu: "gelu", F.silu: "silu", torch.relu: "relu"}.get(
+            self.activation
+        )
+        if name is not None:
+            return ((Activation(name),), ())
+        activation: RowPart = self.activation
+        return activation
+
+
+def _in_turn(module: nn.Module, samples: int) -> RowPart:
+    """A dropout whose rows lie token by token in the plain layer; anything else as it is."""
+    if type(module) is not nn.Dropout or watched(module):
+        return module
+    drops = module.training and module.p > 0
+    return ((InTurnDropout(module.p, samples),) if drops else ()), ()
+
+
+def _linear(module: nn.Module) -> Steps:
+    """``out_proj``: a subclass of ``nn.Linear`` that is never called."""
+    return (Linear(),), (module.weight, module.bias)  # type: ignore[return-value]
+
+
+class SketchedTransformerEncoderLayer(_TorchBlock, nn.TransformerEncoderLayer):
+    """``nn.TransformerEncoderLayer`` with a backward on kept tokens in training mode."""
+
+    plain = nn.TransformerEncoderLayer
+
+    def anatomy(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Anatomy | str:
+        last = (self.norm2, self.dropout2)
+        return self._parts(src, src_mask, src_key_padding_mask, is_causal, last)
+
+    def result(self, y: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return y if self.self_attn.batch_first else y.transpose(0, 1)
+
+
+class SketchedTransformerDecoderLayer(_TorchBlock, nn.TransformerDecoderLayer):
+    """``nn.TransformerDecoderLayer`` with a backward on kept tokens in training mode."""
+
+    plain = nn.TransformerDecoderLayer
+    left = "cross-attention is exact: its keys and values are the encoder's"
+
+    def anatomy(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Anatomy | str:
+        last = (self.norm3, self.dropout3)
+        call = self._parts(tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal, last)
+        if isinstance(call, str):
+            return call
+        turn = not self.self_attn.batch_first
+
+        def across(x: Tensor) -> Tensor:
+            x = x.transpose(0, 1) if turn else x
+            options = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+            if self.norm_first:
+                x = x + self._mha_block(self.norm2(x), *options)
+            else:
+                x = self.norm2(x + self._mha_block(x, *options))
+            return x.transpose(0, 1) if turn else x
+
+        return call._replace(between=across)
+
+    def result(self, y: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return y if self.self_attn.batch_first else y.transpose(0, 1)

@@ -1,0 +1,156 @@
+"""Kept tokens: what the blocks of a transformer take instead of a sketch for each layer."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, fields, replace
+
+from ..core.checks import check_budget
+from ..core.compact import RowAtoms
+from ..core.cost import Cost, Size
+from ..core.probabilities import water_fill
+from ..core.samples import Samples
+from ..core.sampling import Uniforms, draw_uniforms
+from ..core.vjp import CompactGradient, Vjp
+from .rows import Rows
+
+SAVES = ("activations", "input")
+
+
+def default_queries(budget: float | int) -> float:
+    """Attention makes most of the noise, so that it keeps a tenth of the tokens more."""
+    return 1.0 if isinstance(budget, int) else min(1.0, budget + 0.1)
+
+
+def default_keys(budget: float | int) -> float:
+    """Rows of K and V: all."""
+    return 1.0
+
+
+@dataclass(frozen=True, repr=False)
+class Tokens:
+    """The backward of a transformer's blocks on the tokens that carry it.
+
+    ``sketch_(model, Tokens(0.3))`` takes whole blocks, not single layers: norms, activations,
+    attention and linear layers of a block run backward on kept rows alone, and one draw serves
+    a block where its structure is known. All means are the exact gradients.
+
+    ``budget``: kept rows of the row-wise branches, of all rows of a batch. ``queries``: kept
+    tokens of each sample in attention and in the layers that make queries and read its result;
+    unless given, ``budget + 0.1``. ``keys``: rows of K and V; unless given, all.
+    ``save="input"`` keeps only the input of a branch and computes the kept rows again: the memory
+    of activation checkpointing.
+
+    Linear layers that are in no block that is known get ``Rows(budget)``. Where at most so many
+    rows are not zero (padding, one label for a sequence) all are kept and nothing is added.
+
+    >>> Tokens(0.3)
+    Tokens(0.3)
+    >>> Tokens(0.3).query_budget, Tokens(0.3).key_budget
+    (0.4, 1.0)
+    """
+
+    budget: float | int
+    _: KW_ONLY
+    queries: float | int | None = None
+    keys: float | int | None = None
+    save: str = "activations"
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "queries", "keys"):
+            value = getattr(self, name)
+            if name == "budget" or value is not None:
+                object.__setattr__(self, name, check_budget(value))
+        if self.save not in SAVES:
+            raise ValueError(
+                f"save={self.save!r} is unknown; use save='activations' (fastest) or "
+                "save='input' (the memory of activation checkpointing)"
+            )
+
+    @property
+    def query_budget(self) -> float | int:
+        """Kept tokens of each sample in attention."""
+        return default_queries(self.budget) if self.queries is None else self.queries
+
+    @property
+    def key_budget(self) -> float | int:
+        """Kept rows of K and V."""
+        return default_keys(self.budget) if self.keys is None else self.keys
+
+    @property
+    def rest(self) -> Rows:
+        """What a linear layer outside of all blocks gets."""
+        return Rows(self.budget)
+
+    def of(self, part: str) -> Rows:
+        """The sketch of one linear layer of a block: a part of ``Size.part``."""
+        if part == "queries":
+            return QueryRows(self.query_budget)
+        return Rows(self.key_budget if part == "keys" else self.budget)
+
+    @property
+    def sees(self) -> str:
+        return self.rest.sees
+
+    @property
+    def sampling(self) -> str:
+        return self.rest.sampling
+
+    @property
+    def exact_bias(self) -> bool:
+        """Biases inside of blocks come from the kept rows."""
+        return False
+
+    def __call__(self, vjp: Vjp, uniforms: Uniforms = draw_uniforms) -> CompactGradient:
+        """One linear layer by itself: ``rest``."""
+        return self.rest(vjp, uniforms)
+
+    def keeps_all(self, B: int, n: int, d: int) -> bool:
+        return all(self.of(part).keeps_all(B, n, d) for part in PARTS)
+
+    def kept(self, B: int, n: int, d: int) -> float:
+        return self.rest.kept(B, n, d)
+
+    def cost(self, size: Size, *, lasting: bool = False) -> Cost:
+        """FLOPs of one matrix by its part in a block; attention's own products are not in it."""
+        sketch = self.of(size.part)
+        if size.part == "exact" or sketch.keeps_all(*size[:3]):
+            return Cost(size.exact_flops)
+        return sketch.cost(size)
+
+    def saved_share(self, B: int) -> float:
+        return 1.0
+
+    def samples_of(self, dims: tuple[int, ...]) -> Samples:
+        return Samples.of(dims, 0)
+
+    def with_budget(self, budget: float | int) -> Tokens:
+        """Another budget; ``queries`` and ``keys`` that were given stay, the others follow it."""
+        return replace(self, budget=budget)
+
+    def __repr__(self) -> str:
+        shown = [repr(self.budget)]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                shown.append(f"{field.name}={value!r}")
+        return f"Tokens({', '.join(shown)})"
+
+
+PARTS = ("rows", "queries", "keys")
+"""What a linear layer of a block can be a part of."""
+
+
+@dataclass(frozen=True, repr=False)
+class QueryRows(Rows):
+    """``Rows`` with the same number of rows in each sample, as attention on kept queries wants.
+
+    p ∝ ‖g_b‖ within a sample. Σ p of each sample is an integer, so that one systematic draw over
+    the batch keeps so many rows of each.
+    """
+
+    def atoms(self, vjp: Vjp) -> RowAtoms:
+        samples = vjp.rows
+        count = int(self.rank(samples.tokens))
+        p = water_fill(samples.by_sample(self.roots(vjp)), count).flatten(-2)
+        rank = count * samples.samples
+        return RowAtoms(p, rank, self.sampling, samples.units(False, p.device))
