@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sketchprop.ops.branch import RowWise, branch
-from sketchprop.ops.postnorm import residual_norm
+from sketchprop.ops.postnorm import carried_norm
 from sketchprop.ops.rowwise import read
 from sketchprop.ops.sublayer import attention_branch
 from sketchprop.zoo import ViT
@@ -32,29 +32,48 @@ class Budgets(NamedTuple):
         return " / ".join(f"{share:g}" for share in self)
 
 
-def _vit(dim: int, depth: int, heads: int, hidden: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return ViT(dim=dim, depth=depth, heads=heads, hidden=hidden), (torch.randn(128, 3, 32, 32),)
+class Size(NamedTuple):
+    """An encoder; ``words``: the size of its vocabulary, 0 for pictures."""
+
+    dim: int
+    depth: int
+    heads: int
+    hidden: int
+    batch: int
+    tokens: int
+    words: int = 0
+
+    def model(self) -> tuple[nn.Module, Tensor]:
+        if not self.words:
+            model = ViT(dim=self.dim, depth=self.depth, heads=self.heads, hidden=self.hidden)
+            return model, torch.randn(self.batch, 3, 32, 32)
+        return self._bert(), torch.randint(0, self.words, (self.batch, self.tokens))
+
+    def _bert(self) -> nn.Module:
+        """BERT of transformers with the sizes of a published model, random, without dropout."""
+        from transformers import BertConfig, BertForSequenceClassification
+
+        config = BertConfig(
+            vocab_size=self.words, hidden_size=self.dim, num_hidden_layers=self.depth,
+            num_attention_heads=self.heads, intermediate_size=self.hidden, num_labels=10,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        model: nn.Module = BertForSequenceClassification(config)
+        return model
+
+    def left(self, budgets: Budgets) -> float:
+        """The share of backward's products that the budgets leave."""
+        rows, queries = 4 * self.dim * self.hidden, 4 * self.dim**2 + 5 * self.tokens * self.dim
+        keys = 4 * self.dim**2
+        kept = rows * budgets.rows + queries * budgets.queries + keys * budgets.keys
+        return kept / (rows + queries + keys)
 
 
-def _bert(
-    layers: int, hidden: int, heads: int, wide: int, words: int, batch: int, tokens: int
-) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """An encoder of transformers with the sizes of a published one, random weights, no dropout."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        vocab_size=words, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        intermediate_size=wide, num_labels=10, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return BertForSequenceClassification(config), (torch.randint(0, words, (batch, tokens)),)
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
-    "ViT 192 × 9, 128 × 64 tokens": lambda: _vit(192, 9, 12, 1024),
-    "ViT 96 × 4, 128 × 64 tokens": lambda: _vit(96, 4, 4, 384),
-    "rxnBERT, 16 × 223 tokens": lambda: _bert(12, 256, 4, 512, 591, 16, 223),
-    "MiniLM-L6, 32 × 128 tokens": lambda: _bert(6, 384, 12, 1536, 30522, 32, 128),
+MODELS = {
+    "ViT 192 × 9, 128 × 64 tokens": Size(192, 9, 12, 1024, 128, 64),
+    "ViT 96 × 4, 128 × 64 tokens": Size(96, 4, 4, 384, 128, 64),
+    "rxnBERT, 16 × 223 tokens": Size(256, 12, 4, 512, 16, 223, 591),
+    "MiniLM-L6, 32 × 128 tokens": Size(384, 6, 12, 1536, 32, 128, 30522),
 }
 TARGETS = {
     "ViT 192 × 9, 128 × 64 tokens": {Budgets(0.3, 0.3, 0.3): 0.60, Budgets(0.1, 0.1, 0.1): 0.50},
@@ -76,8 +95,8 @@ def tokens(names: list[str], seconds: float, compiled: bool) -> Iterator[Line]:
         share = ratios["forward"].median
         yield Line(name, "exact, forward alone", 1.0, ratios["forward"])
         for budgets, target in TARGETS[name].items():
-            # What is left where backward costs its budget and nothing else does.
-            floor = share + (1 - share) * sum(budgets) / 3
+            # What is left where backward costs its kept products and nothing else does.
+            floor = share + (1 - share) * MODELS[name].left(budgets)
             for word in ("", ", compiled")[: 1 + compiled]:
                 method = f"kept tokens {budgets}{word}"
                 ratio = ratios[f"{budgets}{word}"]
@@ -86,13 +105,14 @@ def tokens(names: list[str], seconds: float, compiled: bool) -> Iterator[Line]:
 
 def step(name: str, budgets: Budgets | None, *, compiled: bool = False) -> Step:
     """A closure that runs one training step of one of ``MODELS``."""
-    run, inputs, optimizer = _training(name, budgets)
-    labels = torch.randint(0, 10, (inputs[0].shape[0],))
-    call: Callable[..., Any] = torch.compile(run) if compiled else run
+    model, inputs = _model(name, budgets)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    labels = torch.randint(0, 10, (inputs.shape[0],))
+    call: Callable[..., Any] = torch.compile(model) if compiled else model
 
     def once() -> None:
         optimizer.zero_grad()
-        output = call(*inputs)
+        output = call(inputs)
         F.cross_entropy(output if isinstance(output, Tensor) else output.logits, labels).backward()
         optimizer.step()
 
@@ -100,18 +120,17 @@ def step(name: str, budgets: Budgets | None, *, compiled: bool = False) -> Step:
 
 
 def forward(name: str) -> Step:
-    run, inputs, _ = _training(name, None)
-    return lambda: run(*inputs)
+    model, inputs = _model(name, None)
+    return lambda: model(inputs)
 
 
-def _training(
-    name: str, budgets: Budgets | None
-) -> tuple[nn.Module, tuple[Tensor, ...], torch.optim.Optimizer]:
+def _model(name: str, budgets: Budgets | None) -> tuple[nn.Module, Tensor]:
+    """The same weights and the same batch each time."""
     torch.manual_seed(0)
-    model, inputs = MODELS[name]()
+    model, inputs = MODELS[name].model()
     if budgets is not None:
         turn_(model, budgets)
-    return model, inputs, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    return model, inputs
 
 
 def turn_(model: nn.Module, budgets: Budgets) -> None:
@@ -164,12 +183,13 @@ class _PostNorm:
             attn_mask=mask,
             queries=budgets.queries,
             keys=budgets.keys,
+            residual=True,
             carry=True,
         )
         assert carry is not None
-        y, carry = residual_norm(x, a, rowwise(last.LayerNorm), carry)
+        y, carry = carried_norm(a, rowwise(last.LayerNorm), carry)
         f = rowwise(layer.intermediate.dense, nn.GELU(), layer.output.dense, layer.output.dropout)
-        z: Tensor = layer.output.LayerNorm(y + branch(f, y, budgets.rows, carry=carry))
+        z: Tensor = layer.output.LayerNorm(branch(f, y, budgets.rows, residual=True, carry=carry))
         return z
 
 

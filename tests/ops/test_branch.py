@@ -182,6 +182,23 @@ def test_padding_is_free_and_its_gradient_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("name", ["norm first", "dropout", "gated"])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_the_rows_that_are_not_zero_give_the_exact_gradient(
+    share: float, name: str, save: str
+) -> None:
+    f = BRANCHES[name]().double()
+    x = torch.randn(4, 5, D, dtype=torch.float64, requires_grad=True)
+    real = (torch.rand(4, 5, 1) < share).double()
+    inputs = [x, *f.parameters()]
+    torch.manual_seed(2)
+    truth = grads_of(f(x) * real, inputs)
+    torch.manual_seed(2)
+    found = grads_of(branch(f, x, "nonzero", save=save, check=False) * real, inputs)
+    assert closest(found, truth) < 1e-12
+
+
+@pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("name", ["norm first", "gated"])
 @pytest.mark.parametrize("row", [0, 7, 19])
 def test_a_gradient_that_is_not_finite_is_seen(row: int, name: str, save: str) -> None:
@@ -253,7 +270,11 @@ def test_a_function_must_name_its_parameters() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"save": "nothing"}, "save='nothing'"), ({"budget": 0.0}, "budget=0.0")],
+    [
+        ({"save": "nothing"}, "save='nothing'"),
+        ({"budget": 0.0}, "budget=0.0"),
+        ({"budget": "all"}, "or 'nonzero'"),
+    ],
 )
 def test_bad_settings_name_the_fix(arguments: dict[str, object], message: str) -> None:
     settings = {"budget": 0.5, **arguments}

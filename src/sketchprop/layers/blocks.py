@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..core.cost import Size
 from ..ops.branch import RowWise, branch
 from ..ops.kept import kept_count
-from ..ops.postnorm import residual_norm
+from ..ops.postnorm import carried_norm
 from ..ops.rowwise import Chain, Dropout, Parameters, read
 from ..ops.sublayer import Projection, attention_branch
 from ..sketches import AnySketch, Tokens
@@ -119,12 +119,12 @@ class SketchedBlock(SketchedModule):
             y,
             tokens.budget,
             save="input" if call.again else tokens.save,
-            residual=call.norm_first,
+            residual=True,
             parameters=used,
             carry=carry,
             check=False,
         )
-        return z if call.norm_first else applied(call.norms[1:], y + z)
+        return z if call.norm_first else applied(call.norms[1:], z)
 
     def _attend(
         self, call: Anatomy, tokens: Tokens, rows: bool, notes: list[str]
@@ -156,14 +156,14 @@ class SketchedBlock(SketchedModule):
             queries=tokens.query_budget,
             keys=tokens.key_budget,
             save=tokens.save,
-            residual=call.norm_first,
+            residual=True,
             carry=carries,
         )
         if call.norm_first:
             return a, carry
         if carry is None:
-            return applied(call.norms[:1], x + a), None
-        return residual_norm(x, a, norm, carry)
+            return applied(call.norms[:1], a), None
+        return carried_norm(a, norm, carry)
 
     def _read_attention(self, call: Anatomy) -> tuple[Any, str]:
         """Projections, what follows, the norm before; or why attention is not taken apart."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..core.checks import wide_dtype
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from .backward import refuse_second_backward
@@ -16,6 +17,8 @@ from .replayed import check_rows, recorded, replayed
 from .rowwise import Chain, Grads, KeptTape, Parameters, Tape, Wants, read
 
 SAVES = ("activations", "input")
+NONZERO = 0
+"""The rank of ``budget="nonzero"``: known in backward only."""
 
 
 class RowWise(NamedTuple):
@@ -31,7 +34,7 @@ class RowWise(NamedTuple):
 def branch(
     f: Callable[[Tensor], Tensor],
     x: Tensor,
-    budget: float | int,
+    budget: float | int | str,
     *,
     save: str = "activations",
     residual: bool = False,
@@ -52,6 +55,8 @@ def branch(
 
     Rows whose gradient is zero cost nothing: where the others fit into the budget all of them are
     kept with p = 1, and the gradient is exact (padding, labels that are ignored).
+    ``budget="nonzero"`` keeps those and no others, however many: the exact gradient without the
+    work on zeros. Its size depends on the data, so it waits for the device and does not compile.
     Cost of backward: ``budget`` times that of f. ``save="activations"`` keeps the results of f's
     products and gathers rows of them; ``"input"`` keeps x alone and runs f again on the kept rows,
     forward + (budget · forward) + backward, with the memory of activation checkpointing.
@@ -61,7 +66,7 @@ def branch(
     ``carry``: from an attention branch before this one in its block: one draw serves both, and
     the rows of f are drawn among its queries. So ``budget`` should be at most that of the queries.
     ``sample_dim``: the axis of samples, over which a draw is spread evenly; None: one sample.
-    ``check``: try f on a few rows by themselves and refuse one that mixes rows. Functions made of
+    ``check``: try f on three rows by themselves and refuse one that mixes rows. Functions made of
     plain torch layers are row-wise by construction and are not tried. In ``torch.compile`` others
     must be modules without dropout, and are run again from their input.
     Where the budget keeps everything this is ``f(x)`` itself. Draws come from ``uniforms``.
@@ -74,13 +79,13 @@ def branch(
     """
     check_save(save)
     rows = x.numel() // max(1, x.shape[-1])
-    rank = kept_count(budget, max(1, rows))
+    rank = _rank(budget, rows)
     known = _known(f)
     P = known.parameters if known is not None else _parameters_of(f, parameters)
     wanted = x.requires_grad or any(p is not None and p.requires_grad for p in P)
-    if carry is not None and rank >= rows:
+    if carry is not None and (rank >= rows or rank == NONZERO):
         raise ValueError(
-            f"budget={budget!r} keeps all rows, so there is no draw to carry; leave out carry= "
+            f"budget={budget!r} drops nothing, so there is no draw to carry; leave out carry= "
             "here and carry=True in attention_branch"
         )
     if not wanted or not torch.is_grad_enabled() or rows == 0 or rank >= rows:
@@ -88,14 +93,12 @@ def branch(
         return x + y if residual else y
     samples = Samples.of(tuple(x.shape[:-1]), sample_dim)
     first, second, capacity = (None, None, 0) if carry is None else carry
-    settings = Settings(rank, save, residual, samples, uniforms, capacity)
+    settings = Settings(rank, save, residual, samples, uniforms, capacity, check)
     if known is not None:
         return _Branch.apply(x, first, second, known.chain, settings, *P)  # type: ignore[no-any-return, no-untyped-call]
     if torch.compiler.is_compiling():
         _check_traceable(f)
         return _Recomputed.apply(x, first, second, f, settings, *P)  # type: ignore[no-any-return, no-untyped-call]
-    if check:
-        check_rows(f, x)
     return _Replayed.apply(x, first, second, f, settings, *P)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -108,6 +111,7 @@ class Settings(NamedTuple):
     samples: Samples
     uniforms: Uniforms
     capacity: int
+    check: bool
 
 
 class _Branch(torch.autograd.Function):
@@ -165,7 +169,10 @@ class _Replayed(torch.autograd.Function):
         settings: Settings,
         *P: Tensor,
     ) -> Tensor:
-        y, tensors = recorded(f, x, products=settings.save == "activations")
+        products = settings.save == "activations"
+        y, tensors = recorded(f, x, products=products)
+        if settings.check:
+            check_rows(f, x, y, tensors, products=products)
         _remember(ctx, x, index, settings)
         ctx.f = f
         ctx.kept = len(tensors)
@@ -237,6 +244,19 @@ class _Recomputed(torch.autograd.Function):
         return (dx, *carried, None, None, *as_wanted(tuple(grads), tuple(P), needs[5:]))
 
 
+def _rank(budget: float | int | str, rows: int) -> int:
+    if not isinstance(budget, str):
+        return kept_count(budget, max(1, rows))
+    if budget != "nonzero":
+        raise ValueError(f"budget={budget!r} is unknown; give a share, a number or 'nonzero'")
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "budget='nonzero' keeps a number of rows that depends on the data, which cannot be "
+            "compiled; give the largest share of rows that are not zero, for example 0.5"
+        )
+    return NONZERO
+
+
 def _remember(ctx: Any, x: Tensor, index: Tensor | None, settings: Settings) -> None:
     ctx.settings = settings
     ctx.autocast = autocast_now(x.device.type)
@@ -247,6 +267,9 @@ def _draw(ctx: Any, G: Tensor) -> tuple[Kept, tuple[Tensor | None, Tensor | None
     """The rows for f's vjp; and what is carried: its rows, and what they lack of g/p."""
     settings: Settings = ctx.settings
     norms = row_norms(G)
+    if settings.rank == NONZERO:
+        rows = norms.nonzero().flatten()  # NaN is not zero: it is seen
+        return Kept(rows, G.index_select(0, rows)), (None, None)
     if not settings.capacity:
         index, scale = draw_batch(norms, settings.rank, settings.uniforms, settings.samples)
         return keep(G, index, scale), (None, None)
@@ -255,7 +278,7 @@ def _draw(ctx: Any, G: Tensor) -> tuple[Kept, tuple[Tensor | None, Tensor | None
     )
     part = keep(G, rows, scale)
     correction = part.values - G.index_select(0, rows)
-    return keep_among(part, settings.rank, settings.uniforms), (correction, rows.to(torch.float64))
+    return keep_among(part, settings.rank, settings.uniforms), (correction, rows.to(wide_dtype(G)))
 
 
 def _scattered(ctx: Any, dX: Tensor, index: Tensor, grad: Tensor, x: Tensor) -> Tensor:

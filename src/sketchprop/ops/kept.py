@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.checks import check_budget, solve_dtype
+from ..core.checks import check_budget, solve_dtype, wide_dtype
 from ..core.compact import scaled
 from ..core.probabilities import water_fill
 from ..core.samples import Samples
@@ -32,7 +32,7 @@ class Kept(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """Two tensors whose gradients are a draw: ``correction[R, n]`` and, in float64, ``rows[R]``.
+    """Two tensors whose gradients are a draw: ``correction[R, n]`` and, as floats, ``rows[R]``.
 
     ``attention_branch`` makes one, ``branch`` above it takes it. ``capacity``: most of one sample.
     """
@@ -44,7 +44,7 @@ class Carry(NamedTuple):
 
 def empty_carry(rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Tensors for a carry of ``rows``: without memory, their gradients are all that matters."""
-    place = torch.zeros(1, dtype=torch.float64, device=like.device)
+    place = torch.zeros(1, dtype=wide_dtype(like), device=like.device)
     return like.new_zeros(1).expand(rows, like.shape[-1]), place.expand(rows)
 
 
@@ -115,7 +115,7 @@ def _capped(norms: Tensor, rank: int, capacity: int) -> Tensor:
     """
     share = water_fill(norms.flatten(), rank).view_as(norms).sum(-1)
     # Just below the capacity: rounding in the sums of p must not add one more.
-    most = capacity - 1e-6
+    most = capacity - 1e-9
     share = most * water_fill(share, rank / most)
     tiny = torch.finfo(share.dtype).tiny
     roots = norms.to(share.dtype).clamp(min=tiny)
@@ -123,6 +123,7 @@ def _capped(norms: Tensor, rank: int, capacity: int) -> Tensor:
     # As in ``water_fill``: with the k largest at 1 the level is S_k/(r - k), the least one counts.
     room = share.unsqueeze(-1) - torch.arange(norms.shape[-1], device=norms.device)
     level = torch.where(room > 0, sums / room, torch.inf).amin(-1, keepdim=True)
+    level = level + 0 * share.unsqueeze(-1)  # a norm that is NaN stays visible in every sample
     return torch.threshold_((roots / level).clamp_(max=1.0), tiny**0.75, 0.0)
 
 

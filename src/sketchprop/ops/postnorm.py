@@ -1,4 +1,4 @@
-"""The residual and norm behind a branch, through which a carried draw passes."""
+"""The norm behind a residual, through which a carried draw passes."""
 
 from __future__ import annotations
 
@@ -7,61 +7,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .branch import RowWise, autocast_as, autocast_now, returned
+from .branch import RowWise, as_wanted, autocast_as, autocast_now, returned
 from .kept import Carry, empty_carry
-from .rowwise import Chain, KeptTape, Tape
+from .rowwise import Chain, Grads, KeptTape, Tape
 
 
-def residual_norm(x: Tensor, a: Tensor, norm: RowWise, carry: Carry) -> tuple[Tensor, Carry]:
-    """``norm(x + a)`` for a block that is normalised last, exact, and the carry for what follows.
+def carried_norm(x: Tensor, norm: RowWise, carry: Carry) -> tuple[Tensor, Carry]:
+    """``norm(x)`` between the parts of a block that is normalised last, and the carry for the next.
 
-    ``carry`` comes from ``attention_branch`` with a. Backward is that of the norm over all rows,
-    and once more over the kept ones: a norm's vjp is linear, so the correction c of the gradient
-    g + c at the norm's output becomes Jᵀc before it.
+    ``x`` and ``carry`` come from ``attention_branch(residual=True, carry=True)``. Backward is
+    exact, over all rows, and runs once more over the kept ones: a norm's vjp is linear, so the
+    correction c of the gradient g + c behind the norm becomes Jᵀc before it.
     """
-    y, correction, rows = _ResidualNorm.apply(x, a, *carry[:2], norm.chain, *norm.parameters)  # type: ignore[no-untyped-call]
+    y, correction, rows = _CarriedNorm.apply(x, *carry[:2], norm.chain, *norm.parameters)  # type: ignore[no-untyped-call]
     return y, Carry(correction, rows, carry.capacity)
 
 
-class _ResidualNorm(torch.autograd.Function):
+class _CarriedNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        a: Tensor,
         correction: Tensor,
-        index: Tensor,
+        rows: Tensor,
         chain: Chain,
         *P: Tensor | None,
     ) -> Any:
-        s = x + a
         ctx.chain, ctx.autocast = chain, autocast_now(x.device.type)
-        ctx.types = x.dtype, a.dtype, correction.dtype
+        ctx.dtype = correction.dtype
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(s, *P)
-        y = chain.forward(s, P, Tape(False), True)
-        return (y, *empty_carry(index.shape[0], y))
+        ctx.save_for_backward(x, *P)
+        y = chain.forward(x, P, Tape(False), True)
+        return (y, *empty_carry(rows.shape[0], y))
 
     @staticmethod
     def backward(
-        ctx: Any, grad: Tensor | None, correction: Tensor | None, index: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        s, *P = ctx.saved_tensors
-        count = len(P)
+        ctx: Any, grad: Tensor | None, correction: Tensor | None, rows: Tensor | None
+    ) -> Grads:
+        x, *P = ctx.saved_tensors
+        needs = ctx.needs_input_grad
         if grad is None:
-            return (None,) * (5 + count)
-        first, second, third = ctx.types
+            return (None,) * len(needs)
+        nothing = KeptTape(False, iter(()))
         with torch.no_grad(), autocast_as(ctx.autocast):
-            S = s.reshape(-1, s.shape[-1])
-            _, pull = ctx.chain.again(S, tuple(P), KeptTape(False, iter(())), True)
-            wants = (True, *ctx.needs_input_grad[5:])
-            dS, grads = pull(grad.reshape(-1, grad.shape[-1]), wants)
-            assert dS is not None
-            ds = dS.view(s.shape)
-            if correction is not None and index is not None:
-                rows = S.index_select(0, index.to(torch.int64))
-                _, pull = ctx.chain.again(rows, tuple(P), KeptTape(False, iter(())), True)
-                correction, _ = pull(correction, (True,) + (False,) * count)
+            X = x.reshape(-1, x.shape[-1])
+            _, pull = ctx.chain.again(X, tuple(P), nothing, True)
+            dX, grads = pull(grad.reshape(-1, grad.shape[-1]), (needs[0], *needs[4:]))
+            if correction is not None and rows is not None:
+                few = X.index_select(0, rows.to(torch.int64))
+                _, pull = ctx.chain.again(few, tuple(P), nothing, True)
+                correction, _ = pull(correction, (True,) + (False,) * len(P))
                 assert correction is not None
-                correction = correction.to(third)
-        return returned((ds.to(first), ds.to(second), correction, index, None, *grads), grad, s)
+                correction = correction.to(ctx.dtype)
+            dx = None if dX is None else dX.view(x.shape)
+            grads = as_wanted(grads, tuple(P), needs[4:])
+        return returned((dx, correction, rows, None, *grads), grad, x)

@@ -35,6 +35,8 @@ from .rowwise import Chain, Grads, KeptTape, Parameters, Pulled, Tape, Wants
 Projection = tuple[Tensor, Tensor | None]
 """Weight and bias of a linear map."""
 Weights = tuple[Projection, Projection, Projection]
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles of each place."""
 Products = tuple[tuple[Tensor, Tensor], ...]
 """For q, k and v the rows of the gradient and of the input that make dW."""
 
@@ -74,13 +76,14 @@ def attention_branch(
     heads: int,
     kv_heads: int | None = None,
     norm: RowWise = IDENTITY,
+    rotary: Rotary | None = None,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     queries: float | int = 0.4,
     keys: float | int = 1.0,
-    capacity: float = 1.0,
+    capacity: float = 1.25,
     save: str = "activations",
     residual: bool = False,
     carry: bool = False,
@@ -89,13 +92,15 @@ def attention_branch(
     """Self-attention of ``x: [N, T, d]``, out(attention(q, k, v of norm(x))), and a ``Carry``.
 
     ``projections``: weight and bias of a packed projection, or three pairs for q, k and v;
-    ``out`` and ``norm``: row-wise steps behind and before. ``queries``: tokens of each sample kept
-    for ``out``, attention and q, p ∝ ‖g‖; with a ``capacity`` above 1 the batch shares them, see
-    ``kept_attention``; ``keys``: rows of the batch kept for k and v, p from
-    the norms of their own gradients; 1.0: all. ``residual``: x + attention. All means are exact.
-    ``carry=True`` promises that the second result is given to the ``branch`` that follows in the
-    block, so that one draw serves both; it is ``None`` where all queries are kept.
-    Cost of backward: ``queries`` of out, attention and q, ``keys`` of k and v.
+    ``out`` and ``norm``: row-wise steps behind and before. ``queries``: tokens kept for ``out``,
+    attention and q, p ∝ ‖g‖, at most ``capacity`` times the even share of a sample; ``keys``: rows
+    kept for k and v, p from the norms of their own gradients; 1.0: all. The means are exact.
+    ``rotary``: cosines and sines, ``[T, ·]`` or ``[N, T, ·]`` each, that rotate q and k by halves.
+    ``residual``: x + attention. ``carry=True`` promises that the second result is given to the
+    ``branch`` that follows in the block, so that one draw serves both; it is ``None`` where all
+    queries are kept.
+    Cost of backward: ``queries`` of out and q, ``capacity`` times that of attention, ``keys`` of k
+    and v. ``save="input"``: attention and k and v are computed again, from x.
     """
     check_save(save)
     if x.is_nested or x.dim() != 3:
@@ -120,18 +125,22 @@ def attention_branch(
     learned = attn_mask is not None and attn_mask.requires_grad
     everything = kept >= T and rows >= N * T
     if not wanted or not torch.is_grad_enabled() or not x.numel() or everything or learned:
-        return _exact(x, attn_mask, plan, P), None
+        return _exact(x, attn_mask, rotary, plan, P), None
     check_mask(attn_mask, (N, heads, T, T), how)
+    turns = rotary or (None, None)
     if not carry or kept >= T:
-        return _AttentionBranch.apply(x, attn_mask, plan._replace(carries=False), *P), None  # type: ignore[no-untyped-call]
-    y, correction, places = _AttentionBranch.apply(x, attn_mask, plan, *P)  # type: ignore[no-untyped-call]
+        plan = plan._replace(carries=False)
+        return _AttentionBranch.apply(x, attn_mask, *turns, plan, *P), None  # type: ignore[no-untyped-call]
+    y, correction, places = _AttentionBranch.apply(x, attn_mask, *turns, plan, *P)  # type: ignore[no-untyped-call]
     return y, Carry(correction, places, plan.capacity)
 
 
-def _exact(x: Tensor, mask: Tensor | None, plan: Plan, P: Parameters) -> Tensor:
+def _exact(
+    x: Tensor, mask: Tensor | None, rotary: Rotary | None, plan: Plan, P: Parameters
+) -> Tensor:
     before, _, after = _split(plan, P)
     tape = Tape(False)
-    q, k, v = _project(plan.before.forward(x, before, tape, True), P, plan)
+    q, k, v = _project(plan.before.forward(x, before, tape, True), P, plan, rotary)
     mixed = F.scaled_dot_product_attention(
         q, k, v, mask, *plan.how[:2], scale=plan.how.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -141,16 +150,25 @@ def _exact(x: Tensor, mask: Tensor | None, plan: Plan, P: Parameters) -> Tensor:
 
 class _AttentionBranch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor | None, plan: Plan, *P: Tensor | None) -> Any:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mask: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        plan: Plan,
+        *P: Tensor | None,
+    ) -> Any:
         before, _, after = _split(plan, P)
         tape = Tape(True)
-        q, k, v = _project(plan.before.forward(x, before, tape, True), P, plan)
+        rotary = None if cos is None or sin is None else (cos, sin)
+        q, k, v = _project(plan.before.forward(x, before, tape, True), P, plan, rotary)
         attended = attend(q, k, v, mask, plan.how)
         y = plan.after.forward(token_rows(attended.out), after, tape, False)
         y = y.view(*x.shape[:-1], y.shape[-1])
         ctx.plan, ctx.autocast = plan, autocast_now(x.device.type)
         saved = (q, k, v, *attended[:2]) if plan.products else (None,) * 5
-        ctx.save_for_backward(x, mask, *saved, attended.dropped, *P, *tape.kept)
+        ctx.save_for_backward(x, mask, cos, sin, *saved, attended.dropped, *P, *tape.kept)
         y = x + y if plan.residual else y
         if not plan.carries:
             return y
@@ -162,19 +180,20 @@ class _AttentionBranch(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if grad is None:
             return (None,) * len(needs)
-        count = len(needs) - 3
-        x, mask, *rest = ctx.saved_tensors
+        count = len(needs) - 5
+        x, mask, cos, sin, *rest = ctx.saved_tensors
         P = tuple(rest[6 : 6 + count])
         with torch.no_grad(), autocast_as(ctx.autocast):
             G = grad.reshape(-1, grad.shape[-1])
             kept = _kept(ctx.plan, G, carried)
-            back = Back(ctx.plan, G, x.reshape(-1, x.shape[-1]), kept.rows, P)
+            turns = None if cos is None else (cos, sin)
+            back = Back(ctx.plan, G, x.reshape(-1, x.shape[-1]), kept.rows, P, turns)
             dX, grads = _gradients(
-                back, kept.values, mask, rest[:6], rest[6 + count :], (needs[0], *needs[3:])
+                back, kept.values, mask, rest[:6], rest[6 + count :], (needs[0], *needs[5:])
             )
             dx = None if dX is None else dX.to(x.dtype).view(x.shape)
-            grads = as_wanted(grads, P, needs[3:])
-        return returned((dx, None, None, *grads), grad, x)
+            grads = as_wanted(grads, P, needs[5:])
+        return returned((dx, None, None, None, None, *grads), grad, x)
 
 
 def _kept(plan: Plan, G: Tensor, carried: tuple[Tensor | None, ...]) -> Kept:
@@ -196,6 +215,7 @@ class Back(NamedTuple):
     X: Tensor
     kept: Tensor
     P: Parameters
+    rotary: Rotary | None
 
 
 class Few(NamedTuple):
@@ -217,19 +237,23 @@ def _gradients(
     wants: Wants,
 ) -> Pulled:
     """dX and the gradients of all parameters from the compact gradient ``values``."""
-    plan, _, _, kept, P = back
+    plan, _, _, kept, P, rotary = back
     _, _, after = _split(plan, P)
     last = len(P) - plan.after.count
     slots = Slots.of(kept, plan.capacity, plan.samples)
     few = _few(back, slots, mask, saved)
     rows = KeptTape(True, iter([t.index_select(0, kept) for t in tape]))
-    _, pull = plan.after.again(slots.taken(few.attended.out), after, rows, False)
+    _, pull = plan.after.again(slots.take(few.attended.out), after, rows, False)
     dO, after_grads = pull(values, (any(wants[: 1 + last]), *wants[1 + last :]))
     if dO is None:
         return None, ((None,) * last + after_grads)
-    dO = slots.heads(dO.to(few.q.dtype), plan.heads.queries)
+    dO = slots.put(dO.to(few.q.dtype), plan.heads.queries)
     grads = attend_back(dO, few.q, few.k, few.v, few.attended, few.mask, plan.how)
-    dq, dk, dv = slots.taken(grads[0]), token_rows(grads[1]), token_rows(grads[2])
+    dq, dk, dv = grads
+    if rotary is not None:
+        dq = _turned_back(dq, _at_slots(rotary, slots, plan.samples))
+        dk = _turned_back(dk, rotary)
+    dq, dk, dv = slots.take(dq), token_rows(dk), token_rows(dv)
     first = plan.before.count
     through = _through_drawn if plan.keys < back.X.shape[0] else _through_all
     dX, before_grads, products = through(back, dq, dk, dv, wants[: 1 + first])
@@ -238,20 +262,22 @@ def _gradients(
 
 def _few(back: Back, slots: Slots, mask: Tensor | None, saved: list[Any]) -> Few:
     """Kept queries and what they attended to: gathered, or computed again from x."""
-    plan, _, X, kept, P = back
+    plan, _, X, _, P, rotary = back
     samples, heads = plan.samples, plan.heads
     some = mask_rows(mask, slots.token, samples.tokens, plan.how)
     q, k, v, out, logsumexp, dropped = saved
     if plan.products:
-        few = slots.heads(token_rows(q).index_select(0, kept), heads.queries)
-        return Few(few, k, v, attended_rows(Attended(out, logsumexp, dropped), slots), some)
+        attended = attended_rows(Attended(out, logsumexp, dropped), slots)
+        return Few(slots.gather(q), k, v, attended, some)
     before, weights, _ = _split(plan, P)
     normed = plan.before.forward(X, before, Tape(False), True)
     k, v = (
         F.linear(normed, *pair).view(*samples[1:3], heads.keys, -1).transpose(1, 2)
         for pair in weights[1:]
     )
-    q = slots.heads(F.linear(normed.index_select(0, kept), *weights[0]), heads.queries)
+    q = slots.split(F.linear(normed.index_select(0, slots.source), *weights[0]), heads.queries)
+    if rotary is not None:
+        q, k = _turned(q, _at_slots(rotary, slots, samples)), _turned(k, rotary)
     how = plan.how._replace(is_causal=False)  # it is in the mask's rows
     return Few(q, k, v, attend(q, k, v, some, how, dropped_rows(dropped, slots)), some)
 
@@ -260,7 +286,7 @@ def _through_all(
     back: Back, dq: Tensor, dk: Tensor, dv: Tensor, wants: Wants
 ) -> tuple[Tensor | None, Grads, Products]:
     """Through the projections and the norm, with all rows of k and v."""
-    plan, G, X, kept, P = back
+    plan, G, X, kept, P, _ = back
     before, ((Wq, _), (Wk, _), (Wv, _)), _ = _split(plan, P)
     normed, pull = plan.before.again(X, before, KeptTape(True, iter(())), True)
     assert normed is not None
@@ -277,7 +303,7 @@ def _through_drawn(
     back: Back, dq: Tensor, dk: Tensor, dv: Tensor, wants: Wants
 ) -> tuple[Tensor | None, Grads, Products]:
     """The same with a draw of the rows of k and v: the norm too runs on kept rows alone."""
-    plan, G, X, kept, P = back
+    plan, G, X, kept, P, _ = back
     before, ((Wq, _), (Wk, _), (Wv, _)), _ = _split(plan, P)
     norms = torch.hypot(row_norms(dk), row_norms(dv))
     place, scale = draw_batch(norms, plan.keys, plan.uniforms, plan.samples)
@@ -293,8 +319,8 @@ def _through_drawn(
     part, before_grads = pull(torch.cat([dq @ Wq, torch.addmm(dk @ Wk, dv, Wv)]), wants)
     if part is None:
         return None, before_grads, products
-    base = G if plan.residual else torch.zeros_like(X)
-    return base.index_add(0, rows, part.to(base.dtype)), before_grads, products
+    dX = G.clone() if plan.residual else torch.zeros_like(X)
+    return dX.index_add_(0, rows, part.to(dX.dtype)), before_grads, products
 
 
 def _weight_grads(plan: Plan, products: Products, wants: Wants) -> Grads:
@@ -336,7 +362,32 @@ def _sizes(heads: Heads, rows: int) -> list[int]:
     return [heads.queries * one, heads.keys * one, heads.keys * one]
 
 
-def _project(normed: Tensor, P: Parameters, plan: Plan) -> list[Tensor]:
+def _turned(q: Tensor, rotary: Rotary) -> Tensor:
+    """Each pair of the two halves of ``q: [N, H, T, d]`` rotated: q cos + (-q₂, q₁) sin."""
+    cos, sin = (t.unsqueeze(-3).to(q.dtype) for t in rotary)
+    first, second = q.chunk(2, -1)
+    return q * cos + torch.cat([-second, first], -1) * sin
+
+
+def _turned_back(g: Tensor, rotary: Rotary) -> Tensor:
+    """The vjp of ``_turned``: g cos + (h₂, -h₁), h = g sin."""
+    cos, sin = (t.unsqueeze(-3).to(g.dtype) for t in rotary)
+    first, second = (g * sin).chunk(2, -1)
+    return g * cos + torch.cat([second, -first], -1)
+
+
+def _at_slots(rotary: Rotary, slots: Slots, samples: Samples) -> Rotary:
+    cos, sin = (
+        t.expand(samples.samples, *t.shape[-2:]).flatten(0, 1).index_select(0, slots.source)
+        for t in rotary
+    )
+    shape = (*slots.token.shape, -1)
+    return cos.view(shape), sin.view(shape)
+
+
+def _project(
+    normed: Tensor, P: Parameters, plan: Plan, rotary: Rotary | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v: ``[N, heads, T, ·]`` each; one product where they are packed."""
     middle = P[plan.before.count : len(P) - plan.after.count]
     heads = plan.heads
@@ -348,7 +399,8 @@ def _project(normed: Tensor, P: Parameters, plan: Plan) -> list[Tensor]:
         parts = tuple(F.linear(normed, middle[i], middle[i + 1]) for i in (0, 2, 4))  # type: ignore[arg-type]
     counts = (heads.queries, heads.keys, heads.keys)
     shape = normed.shape[:2]
-    return [t.view(*shape, h, -1).transpose(1, 2) for t, h in zip(parts, counts, strict=True)]
+    q, k, v = (t.view(*shape, h, -1).transpose(1, 2) for t, h in zip(parts, counts, strict=True))
+    return (q, k, v) if rotary is None else (_turned(q, rotary), _turned(k, rotary), v)
 
 
 def _check_projections(flat: Parameters, heads: Heads) -> None:
