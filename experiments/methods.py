@@ -132,7 +132,7 @@ _METHODS = (
            f'Rows({{p}}, {_GX}, sampling="independent")'),
     Method("tokens-shuffled", "tokens ‖g‖‖x‖, shuffled",
            f"experiments.peers:ShuffledRows({{p}}, {_GX})"),
-    Method("vcas", "VCAS", "experiments.peers:vcas({p})"),
+    Method("vcas", "VCAS", "experiments.peers:BalancedVCAS({p})"),
     Method("wta", "WTA-CRS", "experiments.peers:WTACRS({p})"),
 )  # fmt: skip
 METHODS = {method.name: method for method in _METHODS}

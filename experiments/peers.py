@@ -99,9 +99,17 @@ class VCAS(RowSketch):
         return samples.plus(self.by_row.cost(kept))
 
 
-def vcas(p: float) -> VCAS:
+@dataclass(frozen=True, repr=False)
+class BalancedVCAS(VCAS):
     """4p/3 of the samples and half of their rows for dW: together p of the exact backward."""
-    return VCAS(0.5, samples=min(1.0, 4 * p / 3))
+
+    @property
+    def by_sample(self) -> Rows:
+        return Rows(min(1.0, 4 * self.budget / 3), unit="sample", sampling=self.sampling)
+
+    @property
+    def by_row(self) -> Rows:
+        return Rows(0.5, by="gradient_input", unit="token", sampling=self.sampling)
 
 
 @dataclass(frozen=True, repr=False)

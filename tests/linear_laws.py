@@ -43,6 +43,8 @@ def dense(x, weight, bias, sketch, G, uniforms, planner=None):
     """dX, dW, db from the dense Ĝ, in plain products."""
     with torch.no_grad():
         rows, X = rows_of(G), rows_of(x)
+        if sketch.keeps_all(len(rows), *weight.shape):  # then no planner is asked
+            planner, sketch = None, sp.ColumnMask(1.0, exact_bias=sketch.exact_bias)
         vjp = sp.Vjp(rows, weight, X, sketch.samples_of(tuple(x.shape[:-1])))
         atoms = sketch.atoms(vjp) if planner is None else planner.atoms(sketch, vjp)
         G_hat = atoms.draw(vjp, uniforms).dense()

@@ -146,7 +146,7 @@ _COLUMNS = {
     "`Diagonal`": ("Diagonal", 0.1),
     "`SampleMask`": ("SampleMask", 0.1),
     "`GradientSVD`": ("GradientSVD", 0.1),
-    "the same, `refresh_every=50`": ("GradientSVD, refresh_every=50", 0.1),
+    "the same, `Every(50)`": ("GradientSVD, Every(50)", 0.1),
     "floor": ("floor", 0.1),
 }
 

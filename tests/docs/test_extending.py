@@ -90,7 +90,7 @@ def test_the_layer_is_unbiased_with_any_of_them(sketch, planner):
     sp.sketch_(model, sketch, planner=planner)
     assert type(model[0]) is SketchedNormalised
     x = torch.randn(10, 6).double()
-    report = sp.check_unbiased(model, lambda: model(x).square().mean(), draws=300)
+    report = sp.check_unbiased(model, lambda m, x: m(x).square().mean(), x, draws=300)
     assert report.ok, str(report)
     sp.unsketch_(model)
     assert type(model[0]) is Normalised

@@ -22,10 +22,10 @@ from experiments.methods import METHODS
 from experiments.mnist import stack as mnist
 from experiments.mnist.study import MNIST
 from experiments.pay.study import PAY, reached
-from experiments.peers import WTACRS
+from experiments.peers import wta_probabilities
 from experiments.variance import study as variance
 from experiments.weight_variance import study as weight_variance
-from sketchprop import data
+from sketchprop import Vjp, data, every_draw
 from sketchprop.core.probabilities import water_fill
 from sketchprop.data import Labelled
 from sketchprop.sketches import Rows
@@ -56,13 +56,11 @@ def square(x):
 def test_systematic_variance_is_the_sum_over_breakpoints(budget, monkeypatch):
     monkeypatch.setattr(weight_variance, "CHUNK", 7)
     G, X = rows(30)
-    sketch = Rows(budget, weights="gradient_input")
-    p = sketch.probabilities(G, X=X)
-    points = torch.cat([torch.tensor([0.0, 1.0]), p.cumsum(0) % 1]).sort().values
+    sketch, vjp = Rows(budget, by="gradient_input"), Vjp(G, X=X)
+    p = sketch.atoms(vjp).probabilities
     expected = sum(
-        float(high - low) * square(sketch(G, None, (low + high) / 2, X=X).weight_grad(X) - G.T @ X)
-        for low, high in itertools.pairwise(points.double())
-        if high > low
+        chance * square(drawn.weight_grad(X) - G.T @ X)
+        for chance, drawn in every_draw(lambda uniforms: sketch(vjp, uniforms))
     )
     found = weight_variance.systematic_variance(G, X, p)
     assert found == pytest.approx(expected, rel=1e-9)
@@ -85,7 +83,7 @@ def test_variance_of_wta_is_the_sum_over_all_draws(heavy, sure):
     G = G / (G.norm(dim=1) * X.norm(dim=1))[:, None]  # flat norms: nothing is sure
     if heavy:
         G[2] *= 30
-    q = WTACRS(3).probabilities(G, X=X)
+    q = wta_probabilities(G, X)
     first = q.argsort(descending=True)[:sure].tolist()
     others = [i for i in range(6) if i not in first]
     left = float(q[others].sum())

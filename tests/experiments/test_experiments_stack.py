@@ -87,8 +87,13 @@ def test_a_step_is_clipped_sgd_of_plain_torch(small_data, name, clip):
         h = x[r]
         for i in range(3):
             source = draws.uniforms[i]
-            u = None if source is None else source.next()[0]
-            h = sp.sketched_linear(h, parameters[i], parameters[3 + i], draws.sketches[i], u=u)
+
+            def own(p, shape, source=source):
+                return source(p, (1, *shape))[0]
+
+            h = sp.sketched_linear(
+                h, parameters[i], parameters[3 + i], draws.sketches[i], uniforms=own
+            )
             h = h.relu() if i < 2 else h
         F.cross_entropy(h, labels[r]).backward()
         if clip:
@@ -118,7 +123,8 @@ def test_the_sample_control_is_a_smaller_minibatch(small_data):
     x, labels = small_data.train.images[:32], small_data.train.labels[:32]
     stack.step(x[None], labels[None])
     assert [source is None for source in draws.uniforms] == [True, True, False]
-    kept = systematic(torch.full((32,), 0.25, dtype=torch.float64), draws.uniforms[2].next()[0], 8)
+    p = torch.full((32,), 0.25, dtype=torch.float64)
+    kept = systematic(p, draws.uniforms[2](p, (1,))[0], 8)
     parameters = [nn.Parameter(p[0]) for p in before]
     h = x[kept]
     for i in range(3):
@@ -154,10 +160,11 @@ def test_training_learns_and_clipping_is_counted():
 
 
 def test_draws_do_not_repeat_and_differ_between_layers_and_seeds():
-    source = mnist.Uniforms((5,), "layer", [1, 2])
-    drawn = torch.stack([source.next() for _ in range(3 * mnist.AHEAD // 5)])
+    p = torch.ones(2, 5)
+    source = mnist.Uniforms("layer", [1, 2])
+    drawn = torch.stack([source(p, (2, 5)) for _ in range(3 * mnist.AHEAD // 5)])
     assert drawn.unique().numel() == drawn.numel()
-    other = mnist.Uniforms((5,), "another", [1]).next()
+    other = mnist.Uniforms("another", [1])(p, (1, 5))
     assert not torch.equal(other[0], drawn[0, 0])
 
 

@@ -71,7 +71,7 @@ def test_methods_are_the_sketches_of_the_paper():
         coins = name.endswith("-independent") or name in ("element", "sample", "column")
         assert (sketch.sampling == "independent") == (coins or name == "vcas")
         assert getattr(sketch, "root", False) == name.endswith("-root")
-        assert sketch.budget == (0.5 if name == "vcas" else 0.2)
+        assert sketch.budget == 0.2
         assert not sketch.exact_bias or name not in PAPER.values()
         assert method.colour in COLOURS or not method.figures
 

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 import sketchprop as sp
-from experiments.peers import VCAS, WTACRS, ShuffledRows, vcas
+from experiments.peers import VCAS, WTACRS, BalancedVCAS, ShuffledRows
 from law_table import exact_gradients, layer
 from sketchprop.core.cost import Size
 
 
 @pytest.mark.parametrize(
-    "sketch", [VCAS(0.5, samples=0.6), vcas(0.3), WTACRS(0.3), WTACRS(3)], ids=repr
+    "sketch", [VCAS(0.5, samples=0.6), BalancedVCAS(0.3), WTACRS(0.3), WTACRS(3)], ids=repr
 )
 def test_the_mean_over_all_draws_is_the_exact_gradient(sketch):
     report = sp.check_unbiased(sketch)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.cost import Size
+from ..core.sampling import Uniforms, draw_uniforms
 from ..ops.branch import RowWise, branch
 from ..ops.kept import kept_count
 from ..ops.postnorm import carried_norm
@@ -96,8 +97,8 @@ class SketchedBlock(SketchedModule):
         """What forward returns, from the last branch's result ``y: [N, T, d]``."""
         return y
 
-    def run(self, call: Anatomy, tokens: Tokens) -> Tensor:
-        """Both branches on kept tokens."""
+    def run(self, call: Anatomy, tokens: Tokens, uniforms: Uniforms = draw_uniforms) -> Tensor:
+        """Both branches on kept tokens, drawn from ``uniforms``."""
         notes: list[str] = []
         mlp = call.mlp
         if call.norm_first:
@@ -105,7 +106,7 @@ class SketchedBlock(SketchedModule):
         f, why = self._rows(mlp)
         if why:
             notes.append(f"its feed-forward part is exact: {why}")
-        y, carry = self._attend(call, tokens, f is not None, notes)
+        y, carry = self._attend(call, tokens, f is not None, notes, uniforms)
         if call.between is not None:
             y = call.between(y)
         if not torch.compiler.is_compiling():
@@ -123,11 +124,12 @@ class SketchedBlock(SketchedModule):
             parameters=used,
             carry=carry,
             check=False,
+            uniforms=uniforms,
         )
         return z if call.norm_first else applied(call.norms[1:], z)
 
     def _attend(
-        self, call: Anatomy, tokens: Tokens, rows: bool, notes: list[str]
+        self, call: Anatomy, tokens: Tokens, rows: bool, notes: list[str], uniforms: Uniforms
     ) -> tuple[Tensor, Any]:
         """The first branch, norm and residual with it, and what it carries."""
         x = call.x
@@ -158,6 +160,7 @@ class SketchedBlock(SketchedModule):
             save=tokens.save,
             residual=True,
             carry=carries,
+            uniforms=uniforms,
         )
         if call.norm_first:
             return a, carry

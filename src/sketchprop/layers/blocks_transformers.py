@@ -391,7 +391,8 @@ def block_of(block: type[nn.Module]) -> type[SketchedBlock] | None:
     folder, _ = _FAMILIES.get(block.__name__, ("", None))
     if block.__module__ != _module(folder):
         return None
-    made: type[SketchedBlock] = _made(block)
+    kind: Any = block
+    made: type[SketchedBlock] = _made(kind)
     return made
 
 

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from .blocks import SketchedBlock
 from .known import block_class, sketched_class
 
 Layers = Mapping[str, nn.Module]
@@ -95,6 +96,17 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
             found[name] = module
             inside.update(module.modules())
     return found
+
+
+def units_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that can be sketched and the blocks that are, without the layers in these."""
+    whole = {m for m in model.modules() if isinstance(m, SketchedBlock)}
+    inner = {m for block in whole for m in block.modules()} - whole
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if module in whole or (sketched_class(type(module)) is not None and module not in inner)
+    }
 
 
 def as_selector(rule: Selector | Predicate) -> Selector:

@@ -139,13 +139,22 @@ def _parts_of(name: str, block: SketchedBlock, rows: int) -> dict[nn.Module, Lay
         sizes = block.sizes_of(module, role, rows)
         exact = sum(size.exact_flops for size in sizes)
         share = sum(state.cost(size).total for size in sizes) / max(1.0, exact)
+        rows_kept = [_kept_of(state.sketch, size) * size.exact_flops for size in sizes]
         own = f"{name}.{inside}" if name else inside
         shape = sizes[0][1:3]
         sketch = None if role == "exact" else state.sketch
         note = f"a part of {name!r}: {role}"
         kind = type(module).__name__
-        lines[module] = LayerSummary(own, kind, shape, sketch, share, share, note)
+        lines[module] = LayerSummary(
+            own, kind, shape, sketch, sum(rows_kept) / max(1.0, exact), share, note
+        )
     return lines
+
+
+def _kept_of(sketch: AnySketch, size: Size) -> float:
+    if not isinstance(sketch, Tokens) or size.part == "exact":
+        return 1.0
+    return sketch.of(size.part).kept(*size[:3])
 
 
 def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: int) -> LayerSummary:

@@ -218,7 +218,7 @@ class ConvForm(Form):
             return kept.new_zeros(shape)
         # torch wants both operands and reads one: of the other only the shape counts.
         wants = [filters is not None, x is not None, False]
-        x = kept.new_empty(1).expand(shape) if x is None else x
+        x = self._unread(kept, shape) if x is None else x
         filters = kept.new_empty(1).expand(shape) if filters is None else filters
         _, stride, padding, dilation = self.geometry
         no_output_padding = [0] * len(stride)
@@ -227,6 +227,14 @@ class ConvForm(Form):
         )
         dX: Tensor = grads[0] if wants[0] else grads[1]
         return dX
+
+    def _unread(self, kept: Tensor, shape: Sizes) -> Tensor:
+        """A tensor of ``shape`` in the input's memory format, which dX takes over."""
+        if self.channels_first or len(shape) != 4:
+            return kept.new_empty(1).expand(shape)
+        return torch.empty(
+            shape, dtype=kept.dtype, device=kept.device, memory_format=torch.channels_last
+        )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers import sketched_class
+from ...layers.select import units_of
 from ..noise.passes import Loss, scalar_loss
 from ..restore import hooked, restored, tensors_in
 
@@ -64,11 +64,7 @@ def saved_bytes(model: nn.Module, loss_fn: Loss, batch: Any) -> MemoryReport:
 
 def bytes_of(model: nn.Module, loss_fn: Loss, batch: Any) -> MemoryReport:
     """``saved_bytes`` inside ``restored``."""
-    layers = {
-        module: name
-        for name, module in model.named_modules()
-        if sketched_class(type(module)) is not None
-    }
+    layers = {module: name for name, module in units_of(model).items()}
     ledger = _Ledger(model, batch)
     with ledger.watching(layers):
         graph = scalar_loss(loss_fn, model, batch)

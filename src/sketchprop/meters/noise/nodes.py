@@ -151,10 +151,13 @@ class NodeMeter:
         """One draw: the record of the exact pass, its graph still there, and a sketched one."""
         local: dict[int, list[Tensor]] = {}
         readers: dict[int, list[str]] = {}
+        # Where one use's output is the next one's input, the hooks of the exact pass run again.
+        true = dict(exact.grads)
         for before, after in zip(exact.uses, sketched.uses, strict=True):
             for node, error in _local_errors(before, after).items():
                 local.setdefault(node, []).append(error)
                 readers.setdefault(node, []).append(after.layer)
+        exact.grads.update(true)
         seen: Counter[str] = Counter()
         for node, errors in local.items():
             name = "input of " + ", ".join(dict.fromkeys(readers[node]))
