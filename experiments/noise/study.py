@@ -152,8 +152,8 @@ class NoiseStudy(MeasuredStudy):
         parser.add_argument("--task", required=True, choices=sorted(TASKS), help="what is trained")
 
     def out_folder(self, options: argparse.Namespace, preset: str) -> Path:
-        task: str = options.task
-        return super().out_folder(options, preset) / task
+        folder = super().out_folder(options, preset)
+        return folder if options.out else folder / str(options.task)
 
     def measure(self, settings: Settings, out: Path, options: argparse.Namespace) -> None:
         """Adds what is missing, number by number."""

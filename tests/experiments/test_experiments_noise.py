@@ -34,14 +34,13 @@ def call(task, folder, *more):
 @pytest.mark.parametrize("task", TASKS)
 def test_smoke(task, tmp_path, capsys, monkeypatch):
     assert call(task, tmp_path) == 0
-    out = tmp_path / task
-    page = (out / "README.md").read_text()
+    page = (tmp_path / "README.md").read_text()
     assert f"kept tokens: {task}" in page
     assert "| 0.3 | 0.4 | 0.7 |" in page
     assert "rows alone" in page
     assert "| - |" not in page
     names = ("README.md", "noise.svg", "results.csv")
-    before = [(out / name).read_bytes() for name in names]
+    before = [(tmp_path / name).read_bytes() for name in names]
 
     def refused(*_):
         raise AssertionError("stored results alone must do")
@@ -49,7 +48,7 @@ def test_smoke(task, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(study, "trajectory", refused)
     monkeypatch.setattr(Problem, "trainer", refused)
     assert call(task, tmp_path, "--stored") == 0
-    assert [(out / name).read_bytes() for name in names] == before
+    assert [(tmp_path / name).read_bytes() for name in names] == before
     capsys.readouterr()
 
 
@@ -66,13 +65,12 @@ def test_a_killed_run_goes_on_with_what_is_missing(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(study, "_added", counted)
     assert call("vit", tmp_path / "killed") == 130
     assert call("vit", tmp_path / "killed", "--stored") == 0
-    assert "| - |" in (tmp_path / "killed" / "vit" / "README.md").read_text()
+    assert "| - |" in (tmp_path / "killed" / "README.md").read_text()
     first = list(measured)
     monkeypatch.setattr(study, "_added", plain)
     assert call("vit", tmp_path / "killed") == 0
     whole, resumed = (
-        json.loads((tmp_path / name / "vit" / "results.json").read_text())
-        for name in ("whole", "killed")
+        json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "killed")
     )
     assert len(first) == 4
     assert whole["noise"] == resumed["noise"]
