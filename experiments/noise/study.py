@@ -160,7 +160,7 @@ class NoiseStudy(MeasuredStudy):
         task, stored = TASKS[options.task], out / "results.json"
         problem = task.problem(settings.size == "small")
         found: dict[str, Any] = {"task": task.name, "title": problem.title, "machine": made_on(),
-                                 "shape": _shape(problem, settings),
+                                 "shape": _shape(task, problem, settings.batches),
                                  "sigma2": {}, "noise": {}}  # fmt: skip
         if stored.is_file():
             found.update(read_json(stored))
@@ -203,15 +203,15 @@ class NoiseStudy(MeasuredStudy):
         return written, facts
 
 
-def _shape(problem: Problem, settings: Settings) -> dict[str, float]:
+def _shape(task: Task, problem: Problem, count: int) -> dict[str, float]:
     """Samples and tokens of the batches on which V is measured; the share that is padding."""
-    batches = [x for x, _ in noise_batches(problem, settings.batches)]
+    batches = [x for x, _ in noise_batches(problem, count)]
+    found = {"samples": len(batches[0]), "tokens": 0.0, "padding": 0.0}
     if batches[0].is_floating_point():
-        return {"samples": len(batches[0]), "tokens": 0.0, "padding": 0.0}
-    count = sum(x.numel() for x in batches)
-    padded = 0 if problem.name == "gpt" else sum(int((x == 0).sum()) for x in batches)
-    tokens = count / sum(len(x) for x in batches)
-    return {"samples": len(batches[0]), "tokens": tokens, "padding": padded / count}
+        return found
+    tokens = sum(x.numel() for x in batches)
+    padded = sum(int((x == task.pad).sum()) for x in batches)
+    return {**found, "tokens": tokens / count / found["samples"], "padding": padded / tokens}
 
 
 def _noise(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..lab import ExperimentError
@@ -120,8 +119,3 @@ class CharacterGPT(nn.Module):
 def in_layers(module: nn.Module, name: str) -> bool:
     """Blocks of the encoder or decoder, and what is in them."""
     return ".layer." in name or ".h." in name
-
-
-def padding(tokens: Tensor, pad: int) -> float:
-    """The share of a batch that is padding."""
-    return float((tokens == pad).to(torch.float32).mean())
