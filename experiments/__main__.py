@@ -12,13 +12,14 @@ from .cifar.study import STUDIES
 from .finetune.study import FINETUNE
 from .lab import ExperimentError
 from .mnist.study import MNIST
+from .noise.study import NOISE
 from .pay.study import PAY
 from .rcs.study import RCS
 from .rows_mnist.study import ROWS_MNIST
 from .variance.study import VARIANCE
 from .weight_variance.study import WEIGHT_VARIANCE
 
-COMMANDS = (MNIST, RCS, ROWS_MNIST, VARIANCE, WEIGHT_VARIANCE, PAY, FINETUNE)
+COMMANDS = (MNIST, RCS, ROWS_MNIST, VARIANCE, WEIGHT_VARIANCE, NOISE, PAY, FINETUNE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -86,23 +86,38 @@ def wide_mlp(small: bool) -> Problem:
 @lru_cache(maxsize=1)
 def small_vit(small: bool) -> Problem:
     """Dimension 96, depth 4, on CIFAR-10, batch 128."""
+    return _pictures("vit", "dimension 96, depth 4", small, ViT)
+
+
+@lru_cache(maxsize=2)
+def cifar_vit(large: bool) -> Problem:
+    """``small_vit``, or one of dimension 192 and depth 9."""
+    if not large:
+        return small_vit(False)
+    made = partial(ViT, dim=192, depth=9, heads=12, hidden=1024)
+    return _pictures("vit-large", "dimension 192, depth 9", False, made)
+
+
+def _pictures(name: str, sizes: str, small: bool, model: Callable[[], nn.Module]) -> Problem:
     train, test = data.cifar10(train=True), data.cifar10(train=False)
-    sizes = (256, 100, 100) if small else (20000, 1000, 2000)
-    end = sizes[0] + sizes[1]
+    parts = (256, 100, 100) if small else (20000, 1000, 2000)
+    end = parts[0] + parts[1]
+    if small:
+        model = partial(ViT, dim=16, depth=1, heads=2, hidden=32, patch=8)
     return Problem(
-        name="vit",
-        title="ViT (dimension 96, depth 4) on CIFAR-10, batch 128, AdamW",
-        model=lambda: ViT(dim=16, depth=1, heads=2, hidden=32, patch=8) if small else ViT(),
-        draw=drawer(train.images[: sizes[0]], train.labels[: sizes[0]], _pixels),
+        name=name,
+        title=f"ViT ({sizes}) on CIFAR-10, batch 128, AdamW",
+        model=model,
+        draw=drawer(train.images[: parts[0]], train.labels[: parts[0]], pixels),
         loss=F.cross_entropy,
-        validation=pieces(train.images[sizes[0] : end], train.labels[sizes[0] : end], _pixels),
-        test=pieces(test.images[: sizes[2]], test.labels[: sizes[2]], _pixels),
+        validation=pieces(train.images[parts[0] : end], train.labels[parts[0] : end], pixels),
+        test=pieces(test.images[: parts[2]], test.labels[: parts[2]], pixels),
         batch_size=16 if small else 128,
         inner=in_blocks,
     )
 
 
-def _pixels(images: Tensor) -> Tensor:
+def pixels(images: Tensor) -> Tensor:
     return images.float().div_(255).sub_(0.47).div_(0.25)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..lab.checkpoints import FOLDER, Checkpoint
 from ..lab.figures import label_axes, picture
 from ..lab.layers import captured
+from ..lab.noise import minibatch_noise
 from ..lab.pages import number_text, write_csv
 from ..lab.problem import PROBLEM_FINDINGS, Contest, CostStudy, Problem, ProblemCell
 from ..lab.selection import Results
@@ -28,7 +29,7 @@ from ..lab.study import Reading
 from ..lab.sweep import Point, Protocol, Run
 from ..lab.trainer import generator
 from ..problems import high_digits, linear_layers, low_digits, masked_bytes, packages
-from ..variance.study import ESTIMATORS, added_noise, minibatch_noise
+from ..variance.study import ESTIMATORS, method_noise
 
 MEASURED = ("tokens", "tokens-input", "samples-one", "sampled")
 TOP = 0.1
@@ -120,7 +121,7 @@ def tail(
     torch.manual_seed(0)
     noise = minibatch_noise(model, problem, counts[0], counts[1])
     found = {
-        f"{word}/{p:g}": added_noise(model, problem, noise, ESTIMATORS[word], p, counts[2])
+        f"{word}/{p:g}": method_noise(model, problem, noise, ESTIMATORS[word], p, counts[2])
         for word in MEASURED
         for p in (0.3, 0.1)
     }

@@ -33,6 +33,8 @@ EVERYWHERE = "everywhere"
 """The first and last layer are sketched too, so that one draw serves all."""
 WARM_UP = 0.05
 """The share of all steps in which the learning rate rises to its value."""
+GOING = 60.0
+"""Seconds of a trajectory that a kill may cost."""
 MEASURED = "measured.json"
 LINES = {0.5: ":", 0.3: "-", 0.1: "--"}
 
@@ -53,6 +55,8 @@ class Problem:
     inner: Callable[[nn.Module, str], bool]
     """Which layers a sketch takes that is not ``everywhere``."""
     adam: bool = True
+    score: Callable[[nn.Module, Sequence[Batch]], float] = accuracy
+    """How good a model is; higher is better."""
 
     def loss_of(self, model: Any, batch: Batch) -> Tensor:
         return self.loss(model(batch[0]), batch[1])
@@ -95,7 +99,7 @@ class Problem:
         recipe = Recipe(learning_rate=rate, steps=marks[-1], warmup=warmup, decay=decay, **options)
 
         def evaluate(model: nn.Module) -> tuple[float, float]:
-            return accuracy(model, self.validation()), accuracy(model, self.test())
+            return self.score(model, self.validation()), self.score(model, self.test())
 
         model = initialised(lambda: self.prepared(sketch, layers), seed)
         feed, sampled = ProblemFeed(self, self.size(sketch), seed), share_of(sketch, SAMPLED)
@@ -367,13 +371,21 @@ def task_of(point: Point) -> str:
 def trajectory(
     problem: Problem, steps: Sequence[int], rate: float, folder: Path
 ) -> Iterator[tuple[int, nn.Module]]:
-    """The model after each of ``steps`` of exact training; continues from what is on disk."""
-    trainer = problem.trainer(rate, 0, [max(*steps, 1)])
+    """The model after each of ``steps`` of exact training; continues from what is on disk.
+
+    The run's end lies one step behind the last of them: nothing is evaluated.
+    """
+    trainer = problem.trainer(rate, 0, [max(steps) + 1])
+    going = Checkpoint(folder / FOLDER / f"{problem.name}-going.pt", GOING)
     for step in steps:
         kept = Checkpoint(folder / FOLDER / f"{problem.name}-{step}.pt", every=0.0)
         if state := kept.load():
             trainer.load_state(state)
         elif step:
-            trainer.run_to(step)
+            state = going.load()
+            if state and trainer.steps < state["numbers"]["steps"] <= step:
+                trainer.load_state(state)
+            trainer.run_to(step, going)
             kept.offer(trainer.state)
         yield step, trainer.model
+    going.path.unlink(missing_ok=True)

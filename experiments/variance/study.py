@@ -22,11 +22,9 @@ from torch import Tensor, nn
 import sketchprop as sp
 from sketchprop.core.stopwatch import in_turns
 from sketchprop.layers import select
-from sketchprop.meters.noise.estimate import Estimate, minibatch_variance, over_draws
-from sketchprop.meters.noise.passes import squared_distance
-from sketchprop.meters.noise.variance import alignment, surprising
 
 from ..lab.figures import label_axes, picture
+from ..lab.noise import Noise, added_noise, gradients_of, minibatch_noise, trained_parameters
 from ..lab.pages import made_on, number_text, read_json, write_csv, write_json
 from ..lab.problem import EVERYWHERE, Problem, step_ratio, trajectory
 from ..lab.study import MeasuredStudy
@@ -45,77 +43,25 @@ def gradients(
     model: nn.Module, problem: Problem, batch: Batch, of: Method, budget: float, draws: int
 ) -> Iterator[list[Tensor]]:
     """``draws`` gradients of one batch; where layers draw in backward, from one forward pass."""
-    parameters = list(model.parameters())
     sketch = make_sketch(of.expression(budget))
     if sketch is None:
         for _ in range(draws):
             loss = sp.sampled_loss(model, problem.loss, *batch, budget)
-            yield list(torch.autograd.grad(loss, parameters))
+            yield list(torch.autograd.grad(loss, trained_parameters(model)))
         return
     everywhere = of.layers("all") == EVERYWHERE
     sp.sketch_(model, sketch, select.everything if everywhere else problem.inner)
     try:
-        loss = problem.loss_of(model, batch)
-        for _ in range(draws):
-            yield list(torch.autograd.grad(loss, parameters, retain_graph=True))
+        yield from gradients_of(model, problem, batch, draws)
     finally:
         sp.unsketch_(model)
 
 
-def exact_gradient(model: nn.Module, problem: Problem, batch: Batch) -> list[Tensor]:
-    return list(torch.autograd.grad(problem.loss_of(model, batch), list(model.parameters())))
-
-
-@dataclass(frozen=True)
-class Noise:
-    """σ² and the batches on which V is measured, with their exact gradients."""
-
-    sigma2: Estimate
-    batches: tuple[Batch, ...]
-    exact: tuple[list[Tensor], ...]
-
-
-def minibatch_noise(model: nn.Module, problem: Problem, count: int, kept: int) -> Noise:
-    """σ² from ``count`` batches; the first ``kept`` of them are for V."""
-    source = generator("noise", 0)
-    batches = [problem.draw(source, problem.batch_size) for _ in range(count)]
-    mean: list[Tensor] = []
-    norms, kept_gradients = [], []
-    for i, batch in enumerate(batches):
-        g = exact_gradient(model, problem, batch)
-        if i < kept:
-            kept_gradients.append(g)
-        mean = g if not mean else [m + (a - m) / (i + 1) for m, a in zip(mean, g, strict=True)]
-        norms.append(g)
-    deviations = [squared_distance(g, mean) for g in norms]
-    return Noise(minibatch_variance(deviations), tuple(batches[:kept]), tuple(kept_gradients))
-
-
-def added_noise(
+def method_noise(
     model: nn.Module, problem: Problem, noise: Noise, of: Method, budget: float, draws: int
 ) -> dict[str, Any]:
-    """V/σ² with its standard error; whether the draws met all that V comes from."""
-    totals: list[list[float]] = []
-    aligned: list[list[list[float]]] = [[] for _ in model.parameters()]
-    torch.manual_seed(0)
-    for batch, exact in zip(noise.batches, noise.exact, strict=True):
-        totals.append([])
-        for of_parameter in aligned:
-            of_parameter.append([])
-        for drawn in gradients(model, problem, batch, of, budget, draws):
-            totals[-1].append(squared_distance(drawn, exact))
-            for of_parameter, value in zip(aligned, alignment(drawn, exact), strict=True):
-                of_parameter[-1].append(value)
-    V = over_draws(totals)
-    ratio = V.value / noise.sigma2.value
-    own = V.error / V.value if V.value else 0.0
-    return {
-        "ratio": ratio,
-        "error": ratio * math.hypot(own, noise.sigma2.error / noise.sigma2.value),
-        "own_error": ratio * own,
-        "lower_bound": any(surprising(of_parameter) for of_parameter in aligned),
-        "largest": max(map(max, totals)) / noise.sigma2.value,
-    }
+    """V/σ² of a method, as ``added_noise`` says it."""
+    return added_noise(noise, lambda b: gradients(model, problem, b, of, budget, draws))
 
 
 def step_cost(problem: Problem, of: Method, budget: float, rounds: int) -> dict[str, float]:
@@ -166,7 +112,7 @@ class VarianceStudy(MeasuredStudy):
             noise = minibatch_noise(model, problem, settings.sigma_batches, settings.batches)
             found["sigma2"][str(step)] = noise.sigma2.as_dict()
             for word, p in missing:
-                line = added_noise(model, problem, noise, ESTIMATORS[word], p, settings.draws)
+                line = method_noise(model, problem, noise, ESTIMATORS[word], p, settings.draws)
                 found["noise"][f"{step}/{word}/{p:g}"] = line
                 write_json(stored, found)
                 if not options.quiet:

@@ -19,6 +19,7 @@ COMMANDS = {
     "rows-finetune": ["finetune"],
     "rows-variance": ["variance"],
     "rows-weight-variance": ["weight-variance"],
+    "tokens-noise/vit": ["noise", "--task", "vit"],
 }
 
 
@@ -43,5 +44,6 @@ def test_a_page_is_drawn_from_its_numbers(folder, tmp_path, capsys):
 
 
 def test_every_folder_of_results_has_its_command():
-    folders = {path.name for path in (DOCS / "results").iterdir() if path.is_dir()}
+    results = DOCS / "results"
+    folders = {path.parent.relative_to(results).as_posix() for path in results.rglob("README.md")}
     assert folders == set(COMMANDS)

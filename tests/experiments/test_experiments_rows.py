@@ -12,6 +12,7 @@ from experiments.__main__ import main
 from experiments.lab import ExperimentError
 from experiments.lab.checkpoints import Checkpoint
 from experiments.lab.engine import in_rotation, run_sweep
+from experiments.lab.noise import exact_gradient
 from experiments.lab.pictures import Parts
 from experiments.lab.problem import Problem, ProblemCell, Track, contest_of, step_ratio, way_of
 from experiments.lab.selection import Results
@@ -210,7 +211,7 @@ def test_one_forward_pass_serves_several_draws_whose_mean_is_the_gradient(name):
     torch.manual_seed(0)
     model = task.model()
     batch = task.draw(torch.Generator().manual_seed(1), 20)
-    exact = torch.cat([g.flatten() for g in variance.exact_gradient(model, task, batch)])
+    exact = torch.cat([g.flatten() for g in exact_gradient(model, task, batch)])
     of = variance.ESTIMATORS[name]
     drawn = torch.stack(
         [
