@@ -213,7 +213,7 @@ def test_zero_rows_cost_nothing() -> None:
     torch.manual_seed(0)
     block = Block(8, 2, 16)
     plain = copy.deepcopy(block)
-    sp.sketch_(block, Tokens(0.3, queries=0.4))
+    sp.sketch_(block, Tokens(0.3, queries=0.4, keys=1.0))
     x = torch.randn(4, 10, 8)
     for model in (block, plain):
         model(x)[:, :2].square().sum().backward()
@@ -241,7 +241,7 @@ def test_summary_says_what_each_block_does_and_why_not_more(
         model = sp.sketch_(vit(), Tokens(0.3))
     assert "2 ZooBlock by Tokens(0.3); exact: embed, head" in caplog.text
     lines = {line.name: line for line in sp.summary(model, rows=4096).layers}
-    assert lines["blocks.0"].note == "rows 0.3, queries 0.4, keys 1"
+    assert lines["blocks.0"].note == "rows 0.3, queries 0.4, keys 0.7"
     assert lines["blocks.0.mlp.0"].note == "a part of 'blocks.0': rows"
     assert lines["blocks.0.attn.out"].kept == pytest.approx(0.4, abs=0.05)
     assert lines["head"].sketch is None
