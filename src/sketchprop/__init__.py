@@ -42,6 +42,7 @@ from .sketches import (
     Tokens,
     Variance,
 )
+from .tuning import Tuner
 
 __all__ = [
     "L1",
@@ -68,6 +69,7 @@ __all__ = [
     "SketchedModule",
     "Split",
     "Tokens",
+    "Tuner",
     "Variance",
     "Vjp",
     "__version__",

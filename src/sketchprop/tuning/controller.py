@@ -1,0 +1,226 @@
+"""The controller: learns from probes and moves budgets. Plain numbers, no tensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from .rule import LADDER, Problem, best, calmed, odds, undrowned
+
+TIMED = 3
+"""So many probes are timed; then the times are frozen."""
+FURTHEST = 2
+"""So many rungs down in one move: noise may grow faster than 1/p."""
+STEEPEST = 3.0
+"""The largest γ that is believed."""
+PASSES_BESIDE = 4
+"""Passes of a probe beside one for each unit: warming up, exact twice, all units."""
+LARGEST_WAIT = 6
+"""While the answer stays 'exact' the wait between probes doubles, so many times."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one look at training found, at the budgets of ``Controller.trial``."""
+
+    exact: float
+    """Seconds of an exact pass."""
+    alone: tuple[float, ...]
+    """Seconds of a pass with one unit sketched, for each unit."""
+    together: float
+    """Seconds of a pass with all of them."""
+    elsewhere: float
+    """Seconds of a step that are not in such a pass: optimizer and data."""
+    cost: float
+    """Seconds that the probe took."""
+    total: float
+    """‖g_batch‖², an estimate of |g|² + σ²."""
+    noise: tuple[float, ...]
+    """‖ĝ - g‖² with one unit sketched, for each unit."""
+    noise_together: float
+
+    @property
+    def finite(self) -> bool:
+        numbers = (self.total, self.noise_together, self.together, *self.noise, *self.alone)
+        return self.total > 0 and all(map(math.isfinite, numbers))
+
+
+@dataclass
+class Controller:
+    """Budgets of some units, moved so that T·N is least.
+
+    ``kinds``: units of one kind have the same shapes; their times are pooled. ``gain``: a move
+    has to promise more than that. All fields are plain numbers and lists.
+    """
+
+    kinds: list[int]
+    budgets: list[float]
+    ladder: tuple[float, ...] = LADDER
+    gain: float = 0.02
+    power: float = 1.0
+    total: float = 0.0
+    trials: list[float] = field(default_factory=list)
+    """The budgets at which ``noise`` was seen."""
+    noise: list[float] = field(default_factory=list)
+    together: float = 0.0
+    """V of all units at ``trials``, not averaged."""
+    factor: float = 1.0
+    """V of the whole network over the sum of the units'."""
+    times: list[dict[str, Any]] = field(default_factory=list)
+    """The probes that were timed."""
+    stays: int = 0
+    """How often in a row the answer was 'exact'."""
+
+    @property
+    def frozen_times(self) -> bool:
+        return len(self.times) >= TIMED
+
+    @property
+    def exact(self) -> bool:
+        return all(p == 1 for p in self.budgets)
+
+    def trial(self) -> list[float]:
+        """The budgets to probe at: those in force, and two rungs down where it is exact."""
+        start = self.ladder[min(FURTHEST, len(self.ladder) - 1)]
+        return [start if p == 1 else p for p in self.budgets]
+
+    def learn(self, probe: Probe, frozen: bool = False) -> dict[str, Any]:
+        """Takes a probe in, moves the budgets unless ``frozen``, and says what was decided."""
+        if not probe.finite:
+            return {"moved": False, "why": "the probe is not finite: ignored"}
+        trials = self.trial()
+        if not self.frozen_times:
+            self.times.append(_timed(probe, trials))
+        self._learn_noise(probe, trials)
+        problem = self.problem()
+        before = list(self.budgets)
+        target, why = self._target(problem)
+        if not frozen:
+            self.budgets = target
+        self.stays = self.stays + 1 if self.exact and before == self.budgets else 0
+        now = self.budgets
+        return {
+            "moved": before != now,
+            "why": "frozen" if frozen else why,
+            "change": problem.change(now),
+            "relative": problem.added(now) / problem.total,
+            "time": problem.time(now) / problem.time([1.0] * len(now)),
+            "power": self.power,
+        }
+
+    def wait(self, share: float) -> int:
+        """Steps until the next probe, so that probes take at most ``share`` of the time."""
+        passes = float(len(self.budgets) + PASSES_BESIDE)
+        if self.times:
+            step = self.problem().time(self.budgets)
+            if step > 0:
+                passes = median(timed["cost"] for timed in self.times) / step
+        doubled: int = 1 << min(self.stays, LARGEST_WAIT)
+        return max(1, math.ceil(passes / share)) * doubled
+
+    def problem(self) -> Problem:
+        """T and N as far as they are known."""
+        slopes = self._slopes()
+        whole = median(t["exact"] + t["elsewhere"] for t in self.times)
+        a = [
+            self.factor * v / odds(p) ** self.power
+            for v, p in zip(self.noise, self.trials, strict=True)
+        ]
+        rest = max(0.0, whole - math.fsum(slopes))
+        return Problem(rest, tuple(slopes), self.total, tuple(a), self.power)
+
+    def _slopes(self) -> list[float]:
+        """cᵢ: the median over the units of a kind and over probes, corrected by the whole."""
+        found: defaultdict[int, list[float]] = defaultdict(list)
+        for timed in self.times:
+            for kind, slope in zip(self.kinds, timed["slopes"], strict=True):
+                found[kind].append(slope)
+        slopes = [median(found[kind]) for kind in self.kinds]
+        ratios = []
+        for timed in self.times:
+            pairs = zip(slopes, timed["trials"], strict=True)
+            expected = math.fsum(max(0.0, c) * (1 - p) for c, p in pairs)
+            if expected > 0:
+                ratios.append(timed["saved"] / expected)
+        scale = median(ratios) if ratios else 1.0
+        return [c if c <= 0 else c * min(2.0, max(0.0, scale)) for c in slopes]
+
+    def _learn_noise(self, probe: Probe, trials: list[float]) -> None:
+        if not self.trials:
+            self.total, self.noise, self.trials = probe.total, list(probe.noise), trials
+        else:
+            self._learn_power(probe, trials)
+            self.total = (self.total + probe.total) / 2
+            moved = [
+                v * (odds(new) / odds(old)) ** self.power
+                for v, new, old in zip(self.noise, trials, self.trials, strict=True)
+            ]
+            self.noise = [(v + w) / 2 for v, w in zip(moved, probe.noise, strict=True)]
+            self.trials = trials
+        self.together = probe.noise_together
+        alone = math.fsum(probe.noise)
+        if alone > 0:
+            self.factor = probe.noise_together / alone
+
+    def _learn_power(self, probe: Probe, trials: list[float]) -> None:
+        """γ from V of the whole network at the budgets of this probe and of the one before."""
+        alone = math.fsum(self.noise)
+        if not (alone > 0 and self.together > 0 and probe.noise_together > 0):
+            return
+        expected = math.fsum(
+            v / alone * odds(new) / odds(old)
+            for v, new, old in zip(self.noise, trials, self.trials, strict=True)
+        )
+        if abs(math.log(expected)) > 0.3:
+            seen = math.log(probe.noise_together / self.together) / math.log(expected)
+            self.power = (self.power + min(STEEPEST, max(1.0, seen))) / 2
+
+    def _target(self, problem: Problem) -> tuple[list[float], str]:
+        now = self.budgets
+        safe = undrowned(problem, now)
+        if safe != now:
+            return safe, "the noise drowns the gradient: back to exact"
+        wanted = calmed(problem, best(problem, self.ladder, now), self.ladder)
+        calm = calmed(problem, now, self.ladder) == now
+        if calm and problem.score(wanted) > (1 - self.gain) * problem.score(now):
+            return now, "no move gains enough"
+        rungs = [self._no_further(p, q) for p, q in zip(now, wanted, strict=True)]
+        return calmed(problem, rungs, self.ladder), "time × noise is smaller"
+
+    def _no_further(self, now: float, wanted: float) -> float:
+        place = self.ladder.index(now) if now in self.ladder else 0
+        return max(wanted, self.ladder[min(place + FURTHEST, len(self.ladder) - 1)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Controller:
+        return cls(**{**state, "ladder": tuple(state["ladder"])})
+
+
+def check_ladder(ladder: Sequence[float]) -> tuple[float, ...]:
+    """Falling kept fractions from 1.0 on."""
+    rungs = tuple(float(rung) for rung in ladder)
+    falls = all(a > b > 0 for a, b in itertools.pairwise(rungs))
+    if len(rungs) < 2 or rungs[0] != 1 or not falls:
+        raise ValueError(
+            f"ladder={ladder!r}; give falling kept fractions from 1.0 on, for example {LADDER}"
+        )
+    return rungs
+
+
+def _timed(probe: Probe, trials: list[float]) -> dict[str, Any]:
+    return {
+        "exact": probe.exact,
+        "elsewhere": probe.elsewhere,
+        "cost": probe.cost,
+        "saved": probe.exact - probe.together,
+        "trials": trials,
+        "slopes": [(probe.exact - t) / (1 - p) for t, p in zip(probe.alone, trials, strict=True)],
+    }
