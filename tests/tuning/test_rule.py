@@ -96,6 +96,18 @@ def test_a_unit_that_is_never_faster_stays_exact():
     assert max(controller.budgets[0], controller.budgets[3]) < 1
 
 
+def test_a_sketch_with_a_fixed_cost_is_found_where_it_pays_only_far_down():
+    """At 0.5 it saves nothing at all: one trial there would call it slow for ever."""
+    truth = Problem(REST, (1.0, 1.0), TOTAL, (0.001,) * 2, fixed=(0.5, 0.5))
+    assert truth.time([0.5, 0.5]) == truth.time([1.0, 1.0])
+    for kinds in ([0, 0], [0, 1]):
+        controller = Controller(kinds, [1.0] * 2)
+        for _ in range(8):
+            controller.learn(probed(truth, controller))
+        assert truth.score(controller.budgets) <= 1.05 * optimum(truth)
+        assert max(controller.budgets) <= 0.25
+
+
 def test_where_nothing_pays_it_ends_exact_and_looks_ever_more_rarely():
     truth = Problem(REST, (0.1,) * 4, TOTAL, (3.0,) * 4)
     controller = Controller([0, 1, 2, 3], [0.25] * 4)
@@ -143,17 +155,17 @@ def test_a_probe_that_is_not_finite_changes_nothing(bad):
 
 
 def test_times_of_one_kind_are_pooled_and_frozen_after_three_probes():
-    truth = Problem(REST, (0.5,) * 3, TOTAL, (0.01,) * 3)
-    controller = Controller([0, 0, 0], [1.0] * 3)
+    truth = Problem(REST, (0.5,) * 6, TOTAL, (0.01,) * 6)
+    controller = Controller([0] * 6, [1.0] * 6)
     good = probed(truth, controller)
     outlier = Probe(**{**vars(good), "alone": (good.exact * 3, *good.alone[1:])})
     controller.learn(outlier)
-    assert controller.problem().slopes == pytest.approx((0.5,) * 3)
+    assert controller.problem().slopes == pytest.approx((0.5,) * 6)
     for _ in range(2):
         controller.learn(probed(truth, controller))
     assert controller.frozen_times
     frozen = controller.problem()
-    slow = Problem(9.0, (9.0,) * 3, TOTAL, (0.01,) * 3)
+    slow = Problem(9.0, (9.0,) * 6, TOTAL, (0.01,) * 6)
     controller.learn(probed(slow, controller))
     assert controller.problem().slopes == frozen.slopes
     assert controller.problem().rest == frozen.rest

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from .rule import LADDER, Problem, best, calmed, odds, undrowned
@@ -20,6 +20,8 @@ STEEPEST = 3.0
 """The largest γ that is believed."""
 PASSES_BESIDE = 4
 """Passes of a probe beside one for each unit: warming up, exact twice, all units."""
+LARGEST_SCALE = 4.0
+"""All units together are timed better than each alone: so much their sum may be corrected by."""
 LARGEST_WAIT = 6
 """While the answer stays 'exact' the wait between probes doubles, so many times."""
 
@@ -39,7 +41,7 @@ class Probe:
     cost: float
     """Seconds that the probe took."""
     total: float
-    """‖g_batch‖², an estimate of |g|² + σ²."""
+    """‖g_batch‖², an estimate of ‖g‖² + σ²."""
     noise: tuple[float, ...]
     """‖ĝ - g‖² with one unit sketched, for each unit."""
     noise_together: float
@@ -85,9 +87,15 @@ class Controller:
         return all(p == 1 for p in self.budgets)
 
     def trial(self) -> list[float]:
-        """The budgets to probe at: those in force, and two rungs down where it is exact."""
-        start = self.ladder[min(FURTHEST, len(self.ladder) - 1)]
-        return [start if p == 1 else p for p in self.budgets]
+        """The budgets to probe at: those in force; where it is exact, two and four rungs down.
+
+        In turns, from unit to unit and from probe to probe: at one budget alone a sketch that
+        has a fixed cost, and pays only further down, would look as if it never paid.
+        """
+        last = len(self.ladder) - 1
+        starts = [self.ladder[min(rungs, last)] for rungs in (FURTHEST, 2 * FURTHEST)]
+        turn = len(self.times)
+        return [starts[(i + turn) % 2] if p == 1 else p for i, p in enumerate(self.budgets)]
 
     def learn(self, probe: Probe, frozen: bool = False) -> dict[str, Any]:
         """Takes a probe in, moves the budgets unless ``frozen``, and says what was decided."""
@@ -125,30 +133,35 @@ class Controller:
 
     def problem(self) -> Problem:
         """T and N as far as they are known."""
-        slopes = self._slopes()
+        slopes, fixed = self._lines()
         whole = median(t["exact"] + t["elsewhere"] for t in self.times)
         a = [
             self.factor * v / odds(p) ** self.power
             for v, p in zip(self.noise, self.trials, strict=True)
         ]
         rest = max(0.0, whole - math.fsum(slopes))
-        return Problem(rest, tuple(slopes), self.total, tuple(a), self.power)
+        return Problem(rest, tuple(slopes), self.total, tuple(a), self.power, tuple(fixed))
 
-    def _slopes(self) -> list[float]:
-        """cᵢ: the median over the units of a kind and over probes, corrected by the whole."""
-        found: defaultdict[int, list[float]] = defaultdict(list)
+    def _lines(self) -> tuple[list[float], list[float]]:
+        """cᵢ and hᵢ: a line for each kind of units, over all probes, corrected by the whole."""
+        found: defaultdict[int, defaultdict[float, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         for timed in self.times:
-            for kind, slope in zip(self.kinds, timed["slopes"], strict=True):
-                found[kind].append(slope)
-        slopes = [median(found[kind]) for kind in self.kinds]
+            for kind, p, saved in zip(self.kinds, timed["trials"], timed["alone"], strict=True):
+                found[kind][1 - p].append(saved)
+        fits = {
+            kind: _line({u: median(s) for u, s in points.items()}) for kind, points in found.items()
+        }
+        lines = [fits[kind] for kind in self.kinds]
         ratios = []
         for timed in self.times:
-            pairs = zip(slopes, timed["trials"], strict=True)
-            expected = math.fsum(max(0.0, c) * (1 - p) for c, p in pairs)
+            pairs = zip(lines, timed["trials"], strict=True)
+            expected = math.fsum(c * (1 - p) - h for (c, h), p in pairs)
             if expected > 0:
-                ratios.append(timed["saved"] / expected)
-        scale = median(ratios) if ratios else 1.0
-        return [c if c <= 0 else c * min(2.0, max(0.0, scale)) for c in slopes]
+                ratios.append(timed["together"] / expected)
+        scale = min(LARGEST_SCALE, max(0.0, median(ratios))) if ratios else 1.0
+        return [c * scale if c > 0 else c for c, _ in lines], [h * scale for _, h in lines]
 
     def _learn_noise(self, probe: Probe, trials: list[float]) -> None:
         if not self.trials:
@@ -220,7 +233,21 @@ def _timed(probe: Probe, trials: list[float]) -> dict[str, Any]:
         "exact": probe.exact,
         "elsewhere": probe.elsewhere,
         "cost": probe.cost,
-        "saved": probe.exact - probe.together,
         "trials": trials,
-        "slopes": [(probe.exact - t) / (1 - p) for t, p in zip(probe.alone, trials, strict=True)],
+        "alone": [probe.exact - seconds for seconds in probe.alone],
+        "together": probe.exact - probe.together,
     }
+
+
+def _line(saved: dict[float, float]) -> tuple[float, float]:
+    """c and h of the line c·u - h through the seconds saved at u = 1 - p, with h ≥ 0."""
+    us, seconds = list(saved), list(saved.values())
+    if len(us) > 1:
+        mean_u, mean_s = fmean(us), fmean(seconds)
+        spread = math.fsum((u - mean_u) ** 2 for u in us)
+        c = math.fsum((u - mean_u) * s for u, s in saved.items()) / spread
+        if c > 0 and c * mean_u >= mean_s:
+            return c, c * mean_u - mean_s
+    # One point, or a fixed gain, which no sketch has: a line through the origin.
+    square = math.fsum(u * u for u in us)
+    return math.fsum(u * s for u, s in saved.items()) / square, 0.0

@@ -1,11 +1,9 @@
 """The rule: budgets for which time × noise is least. Plain numbers, no tensors.
 
-A step takes T(p) = T₀ + Σ cᵢ pᵢ, and the steps that are needed grow with
-
-    N(p) = |g|² + σ² + V(p),    V(p) = Σ aᵢ xᵢ^γ,    xᵢ = 1/pᵢ - 1,
-
-g the mean gradient, σ² the minibatch's variance, V the sketches'. For γ = 1 the minimum of T·N is
-pᵢ = √(aᵢT/(cᵢN)). Where noise compounds over the layers γ is larger than 1.
+A step takes T(p) = T₀ + Σ (cᵢ pᵢ + hᵢ), with hᵢ the fixed cost of a sketch, 0 where pᵢ = 1. The
+steps that are needed grow with N(p) = ‖g‖² + σ² + V(p), V(p) = Σ aᵢ xᵢ^γ, xᵢ = 1/pᵢ - 1: g the
+mean gradient, σ² the minibatch's variance, V the sketches'. For γ = 1 and h = 0 the minimum of T·N
+is pᵢ = √(aᵢT/(cᵢN)). Where noise compounds over the layers γ is larger than 1.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ SWEEPS = 20
 WORTH = 0.002
 """A unit whose sketch gains less than that is given back to exact."""
 DROWNED = 1 / 3
-"""V over |g|² + σ², from which on training is known to stall."""
+"""V over ‖g‖² + σ², from which on training is known to stall."""
 CALM = 1 / 5
-"""V over |g|² + σ² that a move may lead to: noise grows between two probes."""
+"""V over ‖g‖² + σ² that a move may lead to: noise grows between two probes."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,19 @@ class Problem:
     slopes: tuple[float, ...]
     """cᵢ."""
     total: float
-    """|g|² + σ², the mean square of a batch's gradient."""
+    """‖g‖² + σ², the mean square of a batch's gradient."""
     noise: tuple[float, ...]
     """aᵢ."""
     power: float = 1.0
     """γ."""
+    fixed: tuple[float, ...] = ()
+    """hᵢ; none: all 0."""
 
     def time(self, p: Sequence[float]) -> float:
-        return self.rest + math.fsum(c * q for c, q in zip(self.slopes, p, strict=True))
+        """T."""
+        fixed = self.fixed or (0.0,) * len(p)
+        lines = zip(self.slopes, fixed, p, strict=True)
+        return self.rest + math.fsum(c * q + (h if q < 1 else 0.0) for c, h, q in lines)
 
     def parts(self, p: Sequence[float]) -> list[float]:
         """V by unit."""
@@ -109,7 +112,7 @@ def _descend(problem: Problem, ladder: Sequence[float], p: list[float]) -> list[
 
 
 def calmed(problem: Problem, p: Sequence[float], ladder: Sequence[float]) -> list[float]:
-    """``p`` with the noisiest unit a rung higher, again and again, until V ≤ (|g|² + σ²)/5."""
+    """``p`` with the noisiest unit a rung higher, again and again, until V ≤ (‖g‖² + σ²)/5."""
     p = list(p)
     while problem.added(p) > CALM * problem.total:
         parts = problem.parts(p)
@@ -119,7 +122,7 @@ def calmed(problem: Problem, p: Sequence[float], ladder: Sequence[float]) -> lis
 
 
 def undrowned(problem: Problem, p: Sequence[float]) -> list[float]:
-    """``p`` with the noisiest units exact, until V ≤ (|g|² + σ²)/3; most often ``p`` itself."""
+    """``p`` with the noisiest units exact, until V ≤ (‖g‖² + σ²)/3; most often ``p`` itself."""
     p = list(p)
     while problem.added(p) > DROWNED * problem.total:
         parts = problem.parts(p)

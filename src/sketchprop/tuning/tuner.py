@@ -36,19 +36,16 @@ class Tuner:
     Call it with each step's batch; ``sketch_`` has said before which layers or blocks and by
     which sketch. It begins with exact gradients (``start``: another rung of the ladder) and
     probes from time to time: passes over the batch with one unit sketched, with all, with none,
-    timed and compared. From these it takes the budgets for which T·N is least,
-
-        T(p) = T₀ + Σ cᵢ pᵢ,    N(p) = |g|² + σ² + V(p),
-
-    see ``sketchprop.tuning.rule``. Probes take at most ``share`` of the time of training, and
-    ever less while the answer stays 'exact'. Training is not disturbed: not the gradients, the
-    buffers, the optimizer, or the random state.
+    timed and compared. From these it takes the budgets for which T·N is least, T(p) the time of a
+    step and N(p) = ‖g‖² + σ² + V(p), see ``sketchprop.tuning.rule``. Probes take at most
+    ``share`` of the time of training, and ever less while the answer stays 'exact'. Training is
+    not disturbed: not the gradients, the buffers, the optimizer, or the random state.
 
     ``optimizer``: noise is measured as it sees it: Adam and its kin divide by √v̂ + ε.
     ``groups``: at most so many groups of neighbouring units have budgets of their own.
     ``gain``: a move has to promise more than that. ``frozen=True`` probes and moves nothing.
     ``couple=True`` multiplies the learning rate in each step of the optimizer by
-    κ = (|g|² + σ²)/(|g|² + σ² + V), or by √κ if it is like Adam.
+    κ = (‖g‖² + σ²)/(‖g‖² + σ² + V), or by √κ if it is like Adam.
     ``log``: every decision, a plain dict; ``writer`` gets its numbers, TensorBoard for example.
 
         sp.sketch_(model, sp.Tokens(0.3))
@@ -97,7 +94,7 @@ class Tuner:
         """Seconds that probes have taken."""
         self.log: list[dict[str, Any]] = []
         self.kappa = 1.0
-        """(|g|² + σ²)/(|g|² + σ² + V) at the last probe."""
+        """(‖g‖² + σ²)/(‖g‖² + σ² + V) at the last probe."""
         self._intervals: deque[float] = deque(maxlen=RECENT)
         self._left: float | None = None
         self._apply("not probed yet")
