@@ -14,7 +14,7 @@ from torch import nn
 
 import sketchprop as sp
 from measure_helpers import Branched, loss_fn, make_batches, mlp
-from sketchprop.tuning.metric import weights
+from sketchprop.meters.noise.metric import weights
 from sketchprop.zoo import ViT
 from stack_helpers import BudgetClock
 

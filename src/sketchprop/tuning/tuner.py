@@ -18,12 +18,12 @@ from ..core.stopwatch import synchronise
 from ..layers import SketchedModule
 from ..layers.isolation import no_gradient_hooks
 from ..meters.monitor import Writer
+from ..meters.noise.metric import adaptive, ready, weighted, weights
 from ..meters.noise.passes import Gradients, Loss, squared_norm
 from ..meters.noise.variance import visible_distance
 from ..meters.restore import restored
 from ..sketches import AnySketch, Tokens
 from .controller import Controller, Probe, check_ladder
-from .metric import adaptive, ready, weighted, weights
 from .rule import LADDER
 
 RECENT = 65
