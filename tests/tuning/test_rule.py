@@ -171,6 +171,23 @@ def test_times_of_one_kind_are_pooled_and_frozen_after_three_probes():
     assert controller.problem().rest == frozen.rest
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_times_that_jitter_never_change_the_time_of_an_exact_step(seed):
+    """Units that save nothing, timed with an error of a half: T(1) stays, and with it the wait."""
+    truth = Problem(1.0, (0.0,) * 4, TOTAL, NOISE)
+    jitter = random.Random(seed)
+    controller = Controller([0, 1, 2, 3], [1.0] * 4)
+    for _ in range(3):
+        good = probed(truth, controller)
+        alone = tuple(t * jitter.uniform(0.5, 1.5) for t in good.alone)
+        together = good.together * jitter.uniform(0.5, 1.5)
+        controller.learn(Probe(**{**vars(good), "alone": alone, "together": together}))
+        problem = controller.problem()
+        assert problem.time([1.0] * 4) == pytest.approx(1.0)
+        assert all(problem.time([p] * 4) >= 0 for p in LADDER)
+        assert controller.wait(0.03) * problem.time(controller.budgets) >= 1 / 0.03 - 1e-9
+
+
 def test_a_controller_goes_on_from_its_state_through_json():
     truth = Problem(REST, SLOPES, TOTAL, NOISE, 1.5)
     jitter = random.Random(1)

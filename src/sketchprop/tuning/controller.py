@@ -139,7 +139,12 @@ class Controller:
             self.factor * v / odds(p) ** self.power
             for v, p in zip(self.noise, self.trials, strict=True)
         ]
-        rest = max(0.0, whole - math.fsum(slopes))
+        # By chance a line may save more than there is.
+        most = math.fsum(c for c in slopes if c > 0)
+        if most > whole:
+            slopes = [c * whole / most if c > 0 else c for c in slopes]
+            fixed = [h * whole / most for h in fixed]
+        rest = whole - math.fsum(slopes)
         return Problem(rest, tuple(slopes), self.total, tuple(a), self.power, tuple(fixed))
 
     def _lines(self) -> tuple[list[float], list[float]]:
@@ -161,6 +166,9 @@ class Controller:
             if expected > 0:
                 ratios.append(timed["together"] / expected)
         scale = min(LARGEST_SCALE, max(0.0, median(ratios))) if ratios else 1.0
+        # A unit alone is timed poorly: where all together are not faster, none is believed to be.
+        if median(timed["together"] for timed in self.times) <= 0:
+            scale = 0.0
         return [c * scale if c > 0 else c for c, _ in lines], [h * scale for _, h in lines]
 
     def _learn_noise(self, probe: Probe, trials: list[float]) -> None:

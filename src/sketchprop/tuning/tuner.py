@@ -165,7 +165,8 @@ class Tuner:
                 together, noise = timed(trial)
                 last, _ = timed(None)
             # Budgets in force come back with the sketches, which ``restored`` keeps.
-        seconds = (first + last) / 2
+        # The faster of two: what disturbs a pass makes it slower, and a sketch must not win by it.
+        seconds = min(first, last)
         step = median(self._intervals) if self._intervals else seconds
         now = zip(self.controller.budgets, trial, alone, strict=True)
         # What the steps saved that were timed from call to call, as far as this probe can tell.
