@@ -17,7 +17,7 @@ from .layers import SketchedLinear, SketchedModule, select, sketchable
 from .layers.schedule import Ladder, set_budget_
 from .layers.summary import summary
 from .layers.transform import exact, sketch_, unsketch_
-from .meters import Monitor, check_unbiased, measure, plan
+from .meters import Monitor, advise, check_unbiased, measure, plan
 from .ops import branch, gate, kept_attention, sketched_conv, sketched_linear
 from .sampled.loss import sampled_backward, sampled_loss
 from .sketches import (
@@ -42,6 +42,7 @@ from .sketches import (
     Tokens,
     Variance,
 )
+from .tuning import Tuner
 
 __all__ = [
     "L1",
@@ -68,9 +69,11 @@ __all__ = [
     "SketchedModule",
     "Split",
     "Tokens",
+    "Tuner",
     "Variance",
     "Vjp",
     "__version__",
+    "advise",
     "branch",
     "check_unbiased",
     "every_draw",

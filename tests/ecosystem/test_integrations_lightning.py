@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sketchprop as sp
 from sketchprop.integrations.lightning import SketchCallback, added_variance
-from stack_helpers import Z_LIMIT, batch, equal, gradients, largest_z, net
+from stack_helpers import Z_LIMIT, BudgetClock, batch, equal, gradients, largest_z, net
 
 BOTH_NAMES = pytest.mark.parametrize("pl", [new_name, old_name], ids=lambda m: m.__name__)
 
@@ -171,3 +171,36 @@ def test_unsketch_gives_the_classes_back(tmp_path: Path) -> None:
     fit(model, tmp_path, [SketchCallback(sp.L1(0.3), unsketch=True)], max_epochs=1)
     assert model.budgets == [0.3] * 3
     assert [type(m) for m in model.net] == [type(m) for m in net()]
+
+
+def test_a_tuner_moves_budgets_and_resumes_bitwise(tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        loss = lambda model, data: F.cross_entropy(model.net(data[0]), data[1])  # noqa: E731
+
+        def tuner(model: nn.Module, optimizer: Any) -> sp.Tuner:
+            clock = BudgetClock(model)
+            options = {"share": 1.0, "start": 0.5, "groups": 1, "clock": clock}
+            return sp.Tuner(model, loss, optimizer=optimizer, **options)
+
+        return [
+            SketchCallback(sp.Rows(0.5), tuner=tuner, log_every=1),
+            ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1),
+        ]
+
+    whole, resumed = module(), module()
+    first, second = callbacks(), callbacks()
+    trainer = fit(whole, tmp_path, first, max_epochs=12)
+    assert len(set(whole.budgets)) > 1
+    assert float(trainer.callback_metrics["sketch_change"]) <= 1.0
+    saved = tmp_path / "saved" / "epoch=8.ckpt"
+    fit(resumed, tmp_path, second, seed=999, ckpt_path=saved, max_epochs=12)
+    assert equal(parameters(whole), parameters(resumed))
+    assert resumed.budgets == whole.budgets[27:]
+    assert [e["budgets"] for e in first[0].tuner.log] == [e["budgets"] for e in second[0].tuner.log]
+
+
+def test_a_schedule_and_a_tuner_are_not_given_together() -> None:
+    with pytest.raises(TypeError, match="give one of them"):
+        SketchCallback(sp.L1(0.5), sp.select.everything, sp.Ladder({0: 1.0}), tuner=sp.Tuner)
+    with pytest.raises(TypeError, match="cannot be called"):
+        SketchCallback(sp.L1(0.5), tuner=0.5)

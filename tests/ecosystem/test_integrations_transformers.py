@@ -24,7 +24,7 @@ from transformers import (
 
 import sketchprop as sp
 from sketchprop.integrations.transformers import SketchCallback, added_variance
-from stack_helpers import Z_LIMIT, equal, gradients, largest_z
+from stack_helpers import Z_LIMIT, BudgetClock, equal, gradients, largest_z
 
 VOCABULARY, LENGTH = 40, 8
 
@@ -133,6 +133,37 @@ def test_stopped_and_resumed_it_is_the_run_that_was_not(build, tmp_path: Path) -
 
     assert history(uninterrupted) == history(resumed)
     assert [e["sketch_budget"] for e in history(resumed)] == [1.0, 1.0, 0.5, 0.5, 0.5, *[0.25] * 3]
+
+
+@BOTH
+def test_a_tuner_moves_budgets_and_resumes_bitwise(build, tmp_path: Path) -> None:
+    def callback() -> SketchCallback:
+        def tuner(model: nn.Module, optimizer: Any) -> sp.Tuner:
+            return sp.Tuner(
+                model,
+                lambda model, batch: model(**batch).loss,
+                optimizer=optimizer,
+                share=1.0,
+                start=0.5,
+                groups=1,
+                clock=BudgetClock(model),
+            )
+
+        return SketchCallback(sp.Rows(0.9), tuner=tuner)
+
+    options = {"max_steps": 64, "save_steps": 32}
+    whole, resumed = build(), build()
+    first, second = callback(), callback()
+    trainer(whole, tmp_path, [first], **options).train()
+    assert len(first.tuner.log) >= 3
+    assert first.tuner.log[-1]["step"] > 32
+    assert any(entry["moved"] for entry in first.tuner.log)
+    assert not whole._forward_pre_hooks
+    set_seed(999)
+    run = trainer(resumed, tmp_path, [second], **options)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-32"))
+    assert equal(parameters(whole), parameters(resumed))
+    assert [e["budgets"] for e in first.tuner.log] == [e["budgets"] for e in second.tuner.log]
 
 
 def test_a_budget_that_differs_in_the_last_step_shows(tmp_path: Path) -> None:

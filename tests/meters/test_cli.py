@@ -441,3 +441,16 @@ def test_attention_of_the_zoo_is_torchs():
         theirs.out_proj.bias.copy_(ours.out.bias)
     x = torch.randn(2, 5, 12)
     torch.testing.assert_close(ours(x), theirs(x, x, x)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_advise_answers_first_and_with_its_exit_code(run, mine):
+    code, out, err = run("advise", "--model", f"{mine}:make", "--minutes", "0.1")
+    assert code == 1
+    assert out.startswith("Stay exact: no sketch pays here.")
+    assert "half of the batch" in out
+    assert "3 batches are different" in err
+    code, out, _ = run("advise", "--model", f"{mine}:make", "--minutes", "0.1", "--json")
+    assert json.loads(out)["pays"] is False
+    code, _, err = run("advise", "--model", f"{mine}:one")
+    assert code == 2
+    assert "at least two" in err

@@ -402,7 +402,7 @@ def test_times_decide_when_they_are_given():
     model, batches = sp.sketch_(mlp(), sp.L1(0.5)), make_batches(4)
     fast = sp.measure(model, loss_fn, batches, draws=8, times=(1.0, 0.01))
     slow = sp.measure(model, loss_fn, batches, draws=8, times=(1.0, 1.1))
-    steps = 1 + fast.relative.value
+    steps = 1 + fast.relative.value / (1 + fast.variance.relative_signal)
     assert fast.pays
     assert fast.by_time.change == pytest.approx(0.01 * steps)
     assert not slow.pays
@@ -413,6 +413,18 @@ def test_times_decide_when_they_are_given():
     assert diluted.by_time.cost == pytest.approx(9.01 / 10)
 
 
+def test_the_signal_is_the_square_of_the_mean_gradient():
+    """g = w + noise of known variance over 40 batches: within a tenth, three standard errors."""
+    torch.manual_seed(5)
+    model = sp.sketch_(nn.Linear(50, 1, bias=False), sp.Rows(0.5), sp.select.everything)
+    mean = torch.ones(50)
+    batches = [mean + torch.randn(4, 50) for _ in range(40)]
+    report = measure_variance(model, lambda m, x: m(x).mean(), batches, draws=2, nodes=False)
+    assert report.sigma2.value == pytest.approx(50 / 4, rel=0.1)
+    assert report.signal == pytest.approx(50, rel=0.1)
+    assert report.relative_signal == pytest.approx(4, rel=0.2)
+
+
 def test_criterion_and_its_error():
     verdict = criterion(Estimate(0.5, 0.1), 0.6, 0.05)
     assert verdict.change == pytest.approx(0.9)
@@ -421,6 +433,8 @@ def test_criterion_and_its_error():
     assert not verdict.certain
     assert "within its error" in str(verdict)
     assert not criterion(Estimate(math.inf, math.inf), 0.1).pays
+    # With a signal of σ² the same noise is half as much of all: 0.6 (2 + 0.5)/2.
+    assert criterion(Estimate(0.5, 0.1), 0.6, signal=1.0).change == pytest.approx(0.75)
     with pytest.raises(ValueError, match="positive seconds"):
         Times.given(1.0, 0.0)
 

@@ -1,4 +1,4 @@
-"""The command ``sketchprop``: check, measure, plan, bench, report."""
+"""The command ``sketchprop``: advise, check, measure, plan, bench, report."""
 
 from __future__ import annotations
 

@@ -6,13 +6,14 @@ from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormat
 from typing import Any, NamedTuple
 
 from .._version import __version__
-from .commands import run_bench, run_check, run_measure, run_plan, run_report
+from .commands import run_advise, run_bench, run_check, run_measure, run_plan, run_report
 from .specs import MODELS, sketch_names
 
 ABOUT = """\
 Sketches replace the exact backward of a layer by a cheaper random one with the right mean.
 These commands say whether one is right, what it costs and whether it pays:
 
+  advise    what to type for this model, or to stay exact, and why
   check     is the mean of a sketched gradient the exact gradient?
   measure   how much variance does it add, where, and is that worth the time it saves?
   plan      which layers of a model are worth sketching on this machine?
@@ -42,8 +43,9 @@ examples:
 MEASURE = """\
 Measures σ², the variance of the minibatch gradient, and V, what the sketches add to it: in total,
 by the layer that injected it, and at each node as the sum of its local and its propagated term
-(Prop. 2.2). SGD needs ∝ σ² + V steps, so with ρ the cost of a step a sketch pays if
-ρ(V)(σ² + V) ≤ ρ(0)σ². The answer is given by measured time and by FLOPs.
+(Prop. 2.2). SGD needs ∝ ‖g‖² + σ² + V steps, g the mean gradient, so with ρ the cost of a step a
+sketch pays if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²). The answer is given by measured time and
+by FLOPs.
 """
 MEASURE_EXAMPLES = f"""\
 examples:
@@ -58,6 +60,20 @@ examples:
       V with only the first, only the last, or every layer sketched
 
 {CODES}"""
+
+ADVISE = """\
+Tries what fits the model: kept tokens, rows by token, whole samples, columns, and half of the
+batch as the control. For each it takes the time of a step, in turns with exact ones, and the noise
+that it adds; what counts is the time to equal quality. Says first what to paste, or to stay exact.
+"""
+ADVISE_EXAMPLES = f"""\
+examples:
+  sketchprop advise --model vit --minutes 1
+  sketchprop advise --model mycode:make --minutes 5 --json advice.json
+      make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar
+  sketchprop advise --model mlp --data mnist --steps 469
+
+{CODES} (here: 1 for 'stay exact')"""
 
 PLAN = """\
 Times the backward of each layer on this machine, alone and at the shapes it has in the model,
@@ -115,11 +131,13 @@ _TRIED = f"{_MODEL} --planner"
 _EFFORT = "--steps --batches --draws --learning-rate --no-split --rounds=7 --overhead --minutes"
 _CHECK_OPTIONS = "sketches --planner --model --data --batch-size --draws --verbose"
 _MEASURE_OPTIONS = f"{_TRIED} {_EFFORT} --location --budgets --plot"
+_ADVISE_OPTIONS = "--model=mlp --data --batch-size --steps --learning-rate --batches --minutes=2"
 _PLAN_OPTIONS = f"{_MODEL} --rounds=15 --plot"
 _BENCH_OPTIONS = "shapes --sketch --rounds=15 --device --plot"
 _REPORT_OPTIONS = f"{_TRIED} --output --title {_EFFORT}"
 
 COMMANDS = (
+    Command(run_advise, "what should I type?", ADVISE, ADVISE_EXAMPLES, _ADVISE_OPTIONS),
     Command(run_check, "is it unbiased?", CHECK, CHECK_EXAMPLES, _CHECK_OPTIONS),
     Command(run_measure, "does it pay?", MEASURE, MEASURE_EXAMPLES, _MEASURE_OPTIONS),
     Command(run_plan, "which layers are worth it?", PLAN, PLAN_EXAMPLES, _PLAN_OPTIONS),

@@ -12,7 +12,7 @@ import torch
 
 from ..core.table import Report
 from ..layers.transform import sketch_
-from ..meters import MeasureReport, bench, check_unbiased, measure, plan
+from ..meters import MeasureReport, advise, bench, check_unbiased, measure, plan
 from ..report import html_report, setup_facts
 from ..report.charts import bench_chart, noise_chart, plan_chart
 from ..sketches import AnySketch, Planner
@@ -57,6 +57,24 @@ def run_measure(options: Namespace) -> int:
         _train(options, task, line)
         report = _measure(options, task, _batches(options, task), chosen, line)
     _finish(options, report, lambda path: plot_bars(noise_chart(report), path))
+    return FINE if report.pays else NO
+
+
+def run_advise(options: Namespace) -> int:
+    task = _task(options)
+    with progress() as line:
+        _train(options, task, line)
+        batches = _batches(options, task)
+        line.stage("trying what fits")
+        report = advise(
+            task.model,
+            task.loss_fn,
+            batches,
+            minutes=options.minutes,
+            progress=line.share,
+            seed=options.seed,
+        )
+    _finish(options, report)
     return FINE if report.pays else NO
 
 
@@ -192,10 +210,10 @@ def _facts(options: Namespace, task: Task) -> dict[str, str]:
     return facts
 
 
-def _finish(options: Namespace, report: Report, plot: Callable[[str], None]) -> None:
+def _finish(options: Namespace, report: Report, plot: Callable[[str], None] | None = None) -> None:
     if options.json:
         write_json(report, options.json)
     if options.json != "-":
         show(report.headline(), report.tables())
-    if options.plot:
+    if plot is not None and options.plot:
         plot(options.plot)

@@ -14,9 +14,12 @@ from ..layers.transform import Filter, sketch_, unsketch_
 from ..meters.noise.passes import Loss
 from ..meters.noise.variance import measure_variance
 from ..sketches import AnySketch, Planner
+from ..tuning import Tuner
 
 Metrics = Callable[[nn.Module], Mapping[str, float]]
 """Further values to log, by name, from the model as it is."""
+MakeTuner = Callable[[nn.Module, Any], Tuner]
+"""A tuner from the sketched model and its optimizer, when training begins."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class SketchOptions:
 
     ``sketch``, ``filter_fn`` and ``planner``: as for ``sketch_``; ``None`` leaves the model as it
     comes. ``schedule(step)``: the budget of all sketched layers, for example a ``Ladder``.
+    ``tuner(model, optimizer)``: makes a ``Tuner``, which then moves the budgets; its state is in
+    the trainer's checkpoints.
     ``log_every``: logs every so many steps; ``None`` joins the logs that are made anyway.
     ``metrics(model)``: further values to log, for example ``added_variance(loss_fn, batches)``.
     ``rows``: samples × tokens of a forward pass, for which kept FLOPs are counted.
@@ -87,6 +92,7 @@ class SketchOptions:
         schedule: Schedule | None = None,
         *,
         planner: Planner | None = None,
+        tuner: MakeTuner | None = None,
         log_every: int | None = None,
         metrics: Metrics | None = None,
         rows: int = 128,
@@ -97,8 +103,34 @@ class SketchOptions:
                 f"log_every={log_every!r} is no number of steps; give for example 50, or None to "
                 "log whenever the trainer does"
             )
+        if tuner is not None and schedule is not None:
+            raise TypeError("both schedule= and tuner= move the budgets: give one of them")
+        if tuner is not None and not callable(tuner):
+            raise TypeError(
+                f"tuner={tuner!r} cannot be called; give a function that makes one, for example "
+                "lambda model, optimizer: Tuner(model, loss_fn, optimizer=optimizer)"
+            )
         self.routine = Routine(sketch, filter_fn, planner, schedule, metrics, rows, unsketch)
         self.log_every = log_every
+        self.make_tuner = tuner
+        self.tuner: Tuner | None = None
+
+    def start_tuner(self, model: nn.Module, optimizer: Any, state: Any) -> None:
+        """Makes the tuner, if there is to be one, and lets it go on from ``state``."""
+        if self.make_tuner is None:
+            return
+        # accelerate wraps the optimizer that was given.
+        self.tuner = self.make_tuner(model, getattr(optimizer, "optimizer", optimizer))
+        if state:
+            self.tuner.load_state_dict(state)
+
+    def values(self, model: nn.Module) -> dict[str, float]:
+        """What there is to log, with what the tuner found last."""
+        found: dict[str, float] = {}
+        if self.tuner is not None and self.tuner.log:
+            last = self.tuner.log[-1]
+            found = {f"sketch_{k}": last[k] for k in ("change", "relative") if k in last}
+        return {**self.routine.values(model), **found}
 
 
 def kept_flops(model: nn.Module, rows: int) -> float:

@@ -40,6 +40,8 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
     the end of an epoch is bitwise the run that was not stopped. With several processes each
     starts from its own seed, as without the callback.
 
+    A ``tuner`` gets each batch as ``training_step`` does.
+
         Trainer(callbacks=[SketchCallback(L1(0.1), schedule=Ladder({0: 1.0, 500: 0.1}))])
     """
 
@@ -47,6 +49,7 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
         super().__init__(*args, **options)
         self._logged_step = -1
         self._resumed: dict[str, Any] = {}
+        self._tuner_state: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         # Steps are restored after this hook; each batch sets its own budget.
@@ -58,8 +61,15 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
                 torch.cuda.set_rng_state_all(self._resumed["cuda"])
         self._resumed = {}
 
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        optimizer = trainer.optimizers[0] if trainer.optimizers else None
+        self.start_tuner(pl_module, optimizer, self._tuner_state)
+        self._tuner_state = None
+
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, *args: Any) -> None:
         self.routine.follow(pl_module, trainer.global_step)
+        if self.tuner is not None:
+            self.tuner(args[0])
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *args: Any) -> None:
         step = trainer.global_step
@@ -68,7 +78,7 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
         if not every or step % every or step == self._logged_step:
             return
         self._logged_step = step
-        values = self.routine.values(pl_module)
+        values = self.values(pl_module)
         trainer.callback_metrics.update({k: torch.tensor(v) for k, v in values.items()})
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
@@ -81,6 +91,7 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
         return {
             "routine": str(self.routine),
             "random": {"cpu": torch.get_rng_state(), "cuda": cuda},
+            "tuner": None if self.tuner is None else self.tuner.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -91,3 +102,4 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
                 stacklevel=2,
             )
         self._resumed = state_dict["random"]
+        self._tuner_state = state_dict["tuner"]

@@ -22,6 +22,8 @@ except ImportError as error:
 
 __all__ = ["SampledTrainer", "SketchCallback", "added_variance"]
 
+_TUNER = "sketchprop_tuner"
+
 
 class SketchCallback(SketchOptions, TrainerCallback):
     """Sketches the model when training begins, follows a schedule, logs what is kept.
@@ -34,17 +36,36 @@ class SketchCallback(SketchOptions, TrainerCallback):
     (TensorBoard, ...) are called before callbacks that are given to ``Trainer``; to let one see
     them, move it behind: ``trainer.add_callback(trainer.pop_callback(TensorBoardCallback))``.
 
+    A ``tuner`` is called after each step with what the model was called with, a dict:
+    ``loss_fn = lambda model, batch: model(**batch).loss``.
+
         Trainer(model, args, callbacks=[SketchCallback(L1(0.1))])
         SketchCallback(L1(0.1), schedule=Ladder({0: 1.0, 500: 0.3, 2000: 0.1}))
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.routine.begin(kwargs["model"], state.global_step)
+        model = kwargs["model"]
+        self.routine.begin(model, state.global_step)
+        # Its entry in trainer_state.json.
+        found = state.stateful_callbacks.get(_TUNER)
+        self.start_tuner(model, kwargs.get("optimizer"), found)
+        self._inputs: dict[str, Any] = {}
+        if self.tuner is not None:
+            self._hook = model.register_forward_pre_hook(self._remember, with_kwargs=True)
+
+    def _remember(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Callbacks are not given the batch: it is what the model was called with last."""
+        if model.training and torch.is_grad_enabled():
+            self._inputs = dict(kwargs)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.routine.follow(kwargs["model"], state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.tuner is not None and self._inputs:
+            self.tuner(self._inputs)
+            self._inputs = {}
+            state.stateful_callbacks[_TUNER] = self.tuner.state_dict()
         if self.log_every is not None and state.global_step % self.log_every == 0:
             control.should_log = True
 
@@ -54,11 +75,13 @@ class SketchCallback(SketchOptions, TrainerCallback):
         if logs is None or "loss" not in logs:
             return
         if self.log_every is None or state.global_step % self.log_every == 0:
-            values = self.routine.values(kwargs["model"])
+            values = self.values(kwargs["model"])
             logs.update(values)
             state.log_history[-1].update(values)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.tuner is not None:
+            self._hook.remove()
         self.routine.end(kwargs["model"])
 
 

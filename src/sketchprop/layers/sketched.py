@@ -30,6 +30,8 @@ class Sketching:
     """Whether kept rows of dW are added to an existing ``.grad`` in place."""
     note: str = ""
     """What of a block stayed exact in the last forward pass, and why."""
+    tuned: str = ""
+    """What a tuner decided, and why."""
     parts: dict[int, Planner] = field(default_factory=dict, repr=False)
     """The planners of a layer's second, third, … weight matrix."""
 

@@ -124,7 +124,7 @@ def _block(name: str, module: SketchedBlock, rows: int) -> LayerSummary:
         shown = (
             f"rows {tokens.budget:g}, queries {tokens.query_budget:g}, keys {tokens.key_budget:g}"
         )
-    notes = [note for note in (shown, module.left, state.note) if note]
+    notes = [note for note in (shown, module.left, state.note, state.tuned) if note]
     kept = tokens.kept(rows, 1, 1)
     kind = type(module).__name__
     return LayerSummary(name, kind, (), tokens, kept, share, "; ".join(notes))
@@ -163,7 +163,7 @@ def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: i
     sketch = state.sketch
     sizes = [Size(rows, n, d) for n, d in module.matrices(module)]
     if all(sketch.keeps_all(*size[:3]) for size in sizes):
-        note = f"{sketch!r} keeps everything at {rows} rows: exact"
+        note = state.tuned or f"{sketch!r} keeps everything at {rows} rows: exact"
         return LayerSummary(name, kind, shape, sketch, 1.0, 1.0, note)
     exact = [size.exact_flops for size in sizes]
     kept = sum(sketch.kept(*s[:3]) * e for s, e in zip(sizes, exact, strict=True)) / sum(exact)
@@ -171,6 +171,8 @@ def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: i
     notes = [repr(state.planner)] if state.planner is not None else []
     if isinstance(state.judge, Judge):
         notes.append(state.judge.describe())
+    if state.tuned:
+        notes.append(state.tuned)
     saved = sketch.saved_share(rows)
     return LayerSummary(name, kind, shape, sketch, kept, share, "; ".join(notes), saved)
 

@@ -1,5 +1,6 @@
 """Meters: what a sketch does to the gradient, what it costs and what it saves."""
 
+from .advise import Advice, Option, advise
 from .cost.flops import FlopsReport, measure_flops
 from .cost.memory import MemoryReport, saved_bytes
 from .cost.timing import BenchReport, Times, bench, step_times
@@ -12,17 +13,20 @@ from .unbiased import UnbiasedReport, check_unbiased, expected_gradients
 from .verdict import Verdict, criterion
 
 __all__ = [
+    "Advice",
     "BenchReport",
     "Estimate",
     "FlopsReport",
     "MeasureReport",
     "MemoryReport",
     "Monitor",
+    "Option",
     "PlanReport",
     "Times",
     "UnbiasedReport",
     "VarianceReport",
     "Verdict",
+    "advise",
     "bench",
     "check_unbiased",
     "criterion",

@@ -67,7 +67,7 @@ class MeasureReport:
 
     @property
     def pays(self) -> bool:
-        """Whether ρ(V)(σ² + V) ≤ ρ(0)σ², by a V that is not merely a lower bound."""
+        """Whether ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), by a V that is not a lower bound only."""
         return self.verdict.pays and self.variance.reliable
 
     @property
@@ -113,7 +113,7 @@ class MeasureReport:
         what = "time" if verdict.basis == "time" else "work (FLOPs)"
         sentences = [
             f"A sketched step takes {ratio(verdict.cost)} the {what} of an exact one. Its gradient "
-            f"has {ratio(verdict.steps)} the variance, so that SGD needs that many times the "
+            f"has {ratio(verdict.steps)} the mean square, so that SGD needs that many times the "
             f"steps. Together {with_error(verdict.change, verdict.error)}: "
             f"{change_in_words(verdict.change, what)} to the same accuracy."
         ]
@@ -163,9 +163,10 @@ class MeasureReport:
                 f"{amount(after, 'B')}, exact {amount(before, 'B')}",
             ),
             (
-                "gradient variance",
+                "gradient's mean square",
                 ratio(verdict.steps),
-                f"V/σ² = {self.relative}: V = {self.added}, σ² = {self.sigma2}",
+                f"V/σ² = {self.relative}: V = {self.added}, σ² = {self.sigma2}; "
+                f"‖g‖²/σ² = {self.variance.relative_signal:.3g}",
             ),
             (
                 "backward FLOPs",
@@ -181,7 +182,7 @@ class MeasureReport:
         return Table("In short", columns, rows)
 
     def verdicts(self) -> Table:
-        """ρ(V)/ρ(0), (σ² + V)/σ² and their product, by time and by FLOPs."""
+        """ρ(V)/ρ(0), (‖g‖² + σ² + V)/(‖g‖² + σ²) and their product, by time and by FLOPs."""
         columns = (
             *(words("judged"), Column("a step costs"), Column("steps")),
             *(Column("in all"), words("pays")),
@@ -299,7 +300,8 @@ def measure(
 
     σ² = E‖g - ∇F‖² over batches, V = E‖ĝ - g‖² over draws, split by the layer that injected it
     (``split``; see ``sketchprop.meters.noise.variance``) and at each node by Prop. 2.2
-    (``nodes``). Sketching pays if ρ(V)(σ² + V) ≤ ρ(0)σ²: the verdict, by time and by FLOPs.
+    (``nodes``). Sketching pays if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), g the
+    mean gradient: the verdict, by time and by FLOPs.
     ``draws`` for each batch; ``None`` lets a pilot choose. ``rounds`` of exact and sketched steps
     are timed in turns (0: none); ``times=(exact, sketched)`` are seconds measured elsewhere;
     ``overhead``: seconds of a step that are not in ``loss_fn`` and backward (optimizer, data).
@@ -341,15 +343,17 @@ def measure(
             times = times_of(model, loss_fn, batches[0], (least, rounds), left)
     if times is not None:
         times = times.with_overhead(overhead)
-    relative = variance.relative
+    relative, signal = variance.relative, variance.relative_signal
     return MeasureReport(
         variance=variance,
         flops=flops,
         exact_memory=exact_memory,
         sketched_memory=sketched_memory,
         times=times,
-        by_flops=criterion(relative, flops.step_ratio, basis="FLOPs"),
-        by_time=None if times is None else criterion(relative, times.ratio, times.ratio_error),
+        by_flops=criterion(relative, flops.step_ratio, basis="FLOPs", signal=signal),
+        by_time=None
+        if times is None
+        else criterion(relative, times.ratio, times.ratio_error, signal=signal),
     )
 
 

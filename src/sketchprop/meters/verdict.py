@@ -1,4 +1,7 @@
-"""Does it pay? The paper's criterion: ρ(V)(σ² + V) ≤ ρ(0)σ²."""
+"""Does it pay? ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²).
+
+The paper's criterion, ρ(V)(σ² + V) ≤ ρ(0)σ², is its limit for a mean gradient g of zero.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from .words import ratio, with_error
 
 @dataclass(frozen=True)
 class Verdict:
-    """SGD needs ∝ σ² + V steps of cost ρ: the change of the cost to a given accuracy."""
+    """SGD needs ∝ ‖g‖² + σ² + V steps of cost ρ: the change of the cost to a given accuracy."""
 
     basis: str
     """What ρ is: "time" or "FLOPs"."""
     cost: float
     """ρ(V)/ρ(0): a sketched step over an exact one."""
     steps: float
-    """(σ² + V)/σ²: how many times more steps."""
+    """(‖g‖² + σ² + V)/(‖g‖² + σ²): how many times more steps."""
     change: float
     """Their product: below 1 sketching pays, 0.8 means a fifth less to the same accuracy."""
     error: float
@@ -49,17 +52,25 @@ class Verdict:
 
 
 def criterion(
-    relative: Estimate, cost: float, cost_error: float = 0.0, basis: str = "time"
+    relative: Estimate,
+    cost: float,
+    cost_error: float = 0.0,
+    basis: str = "time",
+    signal: float = 0.0,
 ) -> Verdict:
-    """The verdict for V/σ² and the cost ratio ρ(V)/ρ(0), errors propagated to first order.
+    """The verdict for V/σ², the cost ratio ρ(V)/ρ(0) and ``signal``, ‖g‖²/σ².
+
+    Errors are propagated to first order; that of ``signal`` is not in them.
 
     >>> criterion(Estimate(0.5, 0.0), 0.6).pays
     True
     >>> criterion(Estimate(0.5, 0.0), 0.7).pays
     False
+    >>> criterion(Estimate(0.5, 0.0), 0.7, signal=1.0).pays
+    True
     """
-    steps = 1 + relative.value
-    error = math.hypot(cost * relative.error, steps * cost_error)
+    steps = 1 + relative.value / (1 + signal)
+    error = math.hypot(cost * relative.error / (1 + signal), steps * cost_error)
     return Verdict(basis, cost, steps, cost * steps, error)
 
 

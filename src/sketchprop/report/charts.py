@@ -55,7 +55,7 @@ class Chart:
 
 
 def verdict_chart(report: MeasureReport) -> Chart:
-    """ρ(V)/ρ(0), (σ² + V)/σ² and their product, by time and by FLOPs."""
+    """ρ(V)/ρ(0), (‖g‖² + σ² + V)/(‖g‖² + σ²) and their product, by time and by FLOPs."""
     rows = [_ratio("steps needed", report.verdict.steps, "sketched", report.relative.error)]
     for v in (report.by_time, report.by_flops):
         if v is not None:

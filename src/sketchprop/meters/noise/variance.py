@@ -74,9 +74,17 @@ class VarianceReport:
     remainder: Estimate | None
     """V - Σ of the layers, draw by draw: zero within its error."""
     nodes: tuple[NodeVariance, ...]
+    signal: float
+    """‖g‖², of the mean gradient g: ‖ḡ‖² of the batches without the σ²/M that is noise."""
     missed: dict[str, Estimate]
     """⟨ĝ - g, g⟩/‖g‖² of each parameter where it is not zero within its error: -1 where the draws
     never brought a gradient."""
+
+    @property
+    def relative_signal(self) -> float:
+        """‖g‖²/σ²; 0 where there is no σ²."""
+        sigma2 = self.sigma2.value
+        return self.signal / sigma2 if sigma2 > 0 else 0.0
 
     @property
     def reliable(self) -> bool:
@@ -143,6 +151,7 @@ def variance_of(
     with meter.installed():
         start = monotonic()
         mean = _mean_gradient(gradients, batches)
+        meter.mean_norm = math.fsum(map(squared_norm, mean))
         count = draws or meter.pilot(batches[0], len(batches))
         if seconds < math.inf:
             passes = len(batches) + (0 if draws else PILOT_DRAWS + 1)
@@ -178,6 +187,7 @@ class _VarianceMeter:
         self.split = split
         self.taps = taps
         self.nodes = NodeMeter()
+        self.mean_norm = 0.0
         self.deviations: list[float] = []
         self.totals: list[list[float]] = []
         self.remainders: list[list[float]] = []
@@ -271,15 +281,17 @@ class _VarianceMeter:
             )
             for name, values in self.layers.items()
         )
+        sigma2 = minibatch_variance(self.deviations)
         return VarianceReport(
             batches=len(self.deviations),
             draws=draws,
-            sigma2=minibatch_variance(self.deviations),
+            sigma2=sigma2,
             added=over_draws(self.totals),
             relative=variance_ratio(self.totals, self.deviations),
             layers=layers if self.split else (),
             remainder=over_draws(self.remainders) if self.split else None,
             nodes=self.nodes.result(),
+            signal=max(0.0, self.mean_norm - sigma2.value / len(self.deviations)),
             missed={
                 name: over_draws(values)
                 for name, values in zip(self.gradients.names, self.alignments, strict=True)

@@ -1,0 +1,261 @@
+"""The controller: learns from probes and moves budgets. Plain numbers, no tensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from .rule import LADDER, Problem, best, calmed, odds, undrowned
+
+TIMED = 3
+"""So many probes are timed; then the times are frozen."""
+FURTHEST = 2
+"""So many rungs down in one move: noise may grow faster than 1/p."""
+STEEPEST = 3.0
+"""The largest γ that is believed."""
+PASSES_BESIDE = 4
+"""Passes of a probe beside one for each unit: warming up, exact twice, all units."""
+LARGEST_SCALE = 4.0
+"""All units together are timed better than each alone: so much their sum may be corrected by."""
+LARGEST_WAIT = 6
+"""While the answer stays 'exact' the wait between probes doubles, so many times."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one look at training found, at the budgets of ``Controller.trial``."""
+
+    exact: float
+    """Seconds of an exact pass."""
+    alone: tuple[float, ...]
+    """Seconds of a pass with one unit sketched, for each unit."""
+    together: float
+    """Seconds of a pass with all of them."""
+    elsewhere: float
+    """Seconds of a step that are not in such a pass: optimizer and data."""
+    cost: float
+    """Seconds that the probe took."""
+    total: float
+    """‖g_batch‖², an estimate of ‖g‖² + σ²."""
+    noise: tuple[float, ...]
+    """‖ĝ - g‖² with one unit sketched, for each unit."""
+    noise_together: float
+
+    @property
+    def finite(self) -> bool:
+        numbers = (self.total, self.noise_together, self.together, *self.noise, *self.alone)
+        return self.total > 0 and all(map(math.isfinite, numbers))
+
+
+@dataclass
+class Controller:
+    """Budgets of some units, moved so that T·N is least.
+
+    ``kinds``: units of one kind have the same shapes; their times are pooled. ``gain``: a move
+    has to promise more than that. All fields are plain numbers and lists.
+    """
+
+    kinds: list[int]
+    budgets: list[float]
+    ladder: tuple[float, ...] = LADDER
+    gain: float = 0.02
+    power: float = 1.0
+    total: float = 0.0
+    trials: list[float] = field(default_factory=list)
+    """The budgets at which ``noise`` was seen."""
+    noise: list[float] = field(default_factory=list)
+    together: float = 0.0
+    """V of all units at ``trials``, not averaged."""
+    factor: float = 1.0
+    """V of the whole network over the sum of the units'."""
+    times: list[dict[str, Any]] = field(default_factory=list)
+    """The probes that were timed."""
+    stays: int = 0
+    """How often in a row the answer was 'exact'."""
+
+    @property
+    def frozen_times(self) -> bool:
+        return len(self.times) >= TIMED
+
+    @property
+    def exact(self) -> bool:
+        return all(p == 1 for p in self.budgets)
+
+    def trial(self) -> list[float]:
+        """The budgets to probe at: those in force; where it is exact, two and four rungs down.
+
+        In turns, from unit to unit and from probe to probe: at one budget alone a sketch that
+        has a fixed cost, and pays only further down, would look as if it never paid.
+        """
+        last = len(self.ladder) - 1
+        starts = [self.ladder[min(rungs, last)] for rungs in (FURTHEST, 2 * FURTHEST)]
+        turn = len(self.times)
+        return [starts[(i + turn) % 2] if p == 1 else p for i, p in enumerate(self.budgets)]
+
+    def learn(self, probe: Probe, frozen: bool = False) -> dict[str, Any]:
+        """Takes a probe in, moves the budgets unless ``frozen``, and says what was decided."""
+        if not probe.finite:
+            return {"moved": False, "why": "the probe is not finite: ignored"}
+        trials = self.trial()
+        if not self.frozen_times:
+            self.times.append(_timed(probe, trials))
+        self._learn_noise(probe, trials)
+        problem = self.problem()
+        before = list(self.budgets)
+        target, why = self._target(problem)
+        if not frozen:
+            self.budgets = target
+        self.stays = self.stays + 1 if self.exact and before == self.budgets else 0
+        now = self.budgets
+        return {
+            "moved": before != now,
+            "why": "frozen" if frozen else why,
+            "change": problem.change(now),
+            "relative": problem.added(now) / problem.total,
+            "time": problem.time(now) / problem.time([1.0] * len(now)),
+            "power": self.power,
+        }
+
+    def wait(self, share: float) -> int:
+        """Steps until the next probe, so that probes take at most ``share`` of the time."""
+        passes = float(len(self.budgets) + PASSES_BESIDE)
+        if self.times:
+            step = self.problem().time(self.budgets)
+            if step > 0:
+                passes = median(timed["cost"] for timed in self.times) / step
+        doubled: int = 1 << min(self.stays, LARGEST_WAIT)
+        return max(1, math.ceil(passes / share)) * doubled
+
+    def problem(self) -> Problem:
+        """T and N as far as they are known."""
+        slopes, fixed = self._lines()
+        whole = median(t["exact"] + t["elsewhere"] for t in self.times)
+        a = [
+            self.factor * v / odds(p) ** self.power
+            for v, p in zip(self.noise, self.trials, strict=True)
+        ]
+        # By chance a line may save more than there is.
+        most = math.fsum(c for c in slopes if c > 0)
+        if most > whole:
+            slopes = [c * whole / most if c > 0 else c for c in slopes]
+            fixed = [h * whole / most for h in fixed]
+        rest = whole - math.fsum(slopes)
+        return Problem(rest, tuple(slopes), self.total, tuple(a), self.power, tuple(fixed))
+
+    def _lines(self) -> tuple[list[float], list[float]]:
+        """cᵢ and hᵢ: a line for each kind of units, over all probes, corrected by the whole."""
+        found: defaultdict[int, defaultdict[float, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        for timed in self.times:
+            for kind, p, saved in zip(self.kinds, timed["trials"], timed["alone"], strict=True):
+                found[kind][1 - p].append(saved)
+        fits = {
+            kind: _line({u: median(s) for u, s in points.items()}) for kind, points in found.items()
+        }
+        lines = [fits[kind] for kind in self.kinds]
+        ratios = []
+        for timed in self.times:
+            pairs = zip(lines, timed["trials"], strict=True)
+            expected = math.fsum(c * (1 - p) - h for (c, h), p in pairs)
+            if expected > 0:
+                ratios.append(timed["together"] / expected)
+        scale = min(LARGEST_SCALE, max(0.0, median(ratios))) if ratios else 1.0
+        # A unit alone is timed poorly: where all together are not faster, none is believed to be.
+        if median(timed["together"] for timed in self.times) <= 0:
+            scale = 0.0
+        return [c * scale if c > 0 else c for c, _ in lines], [h * scale for _, h in lines]
+
+    def _learn_noise(self, probe: Probe, trials: list[float]) -> None:
+        if not self.trials:
+            self.total, self.noise, self.trials = probe.total, list(probe.noise), trials
+        else:
+            self._learn_power(probe, trials)
+            self.total = (self.total + probe.total) / 2
+            moved = [
+                v * (odds(new) / odds(old)) ** self.power
+                for v, new, old in zip(self.noise, trials, self.trials, strict=True)
+            ]
+            self.noise = [(v + w) / 2 for v, w in zip(moved, probe.noise, strict=True)]
+            self.trials = trials
+        self.together = probe.noise_together
+        alone = math.fsum(probe.noise)
+        if alone > 0:
+            self.factor = probe.noise_together / alone
+
+    def _learn_power(self, probe: Probe, trials: list[float]) -> None:
+        """γ from V of the whole network at the budgets of this probe and of the one before."""
+        alone = math.fsum(self.noise)
+        if not (alone > 0 and self.together > 0 and probe.noise_together > 0):
+            return
+        expected = math.fsum(
+            v / alone * odds(new) / odds(old)
+            for v, new, old in zip(self.noise, trials, self.trials, strict=True)
+        )
+        if abs(math.log(expected)) > 0.3:
+            seen = math.log(probe.noise_together / self.together) / math.log(expected)
+            self.power = (self.power + min(STEEPEST, max(1.0, seen))) / 2
+
+    def _target(self, problem: Problem) -> tuple[list[float], str]:
+        now = self.budgets
+        safe = undrowned(problem, now)
+        if safe != now:
+            return safe, "the noise drowns the gradient: back to exact"
+        wanted = calmed(problem, best(problem, self.ladder, now), self.ladder)
+        calm = calmed(problem, now, self.ladder) == now
+        if calm and problem.score(wanted) > (1 - self.gain) * problem.score(now):
+            return now, "no move gains enough"
+        rungs = [self._no_further(p, q) for p, q in zip(now, wanted, strict=True)]
+        return calmed(problem, rungs, self.ladder), "time × noise is smaller"
+
+    def _no_further(self, now: float, wanted: float) -> float:
+        place = self.ladder.index(now) if now in self.ladder else 0
+        return max(wanted, self.ladder[min(place + FURTHEST, len(self.ladder) - 1)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Controller:
+        return cls(**{**state, "ladder": tuple(state["ladder"])})
+
+
+def check_ladder(ladder: Sequence[float]) -> tuple[float, ...]:
+    """Falling kept fractions from 1.0 on."""
+    rungs = tuple(float(rung) for rung in ladder)
+    falls = all(a > b > 0 for a, b in itertools.pairwise(rungs))
+    if len(rungs) < 2 or rungs[0] != 1 or not falls:
+        raise ValueError(
+            f"ladder={ladder!r}; give falling kept fractions from 1.0 on, for example {LADDER}"
+        )
+    return rungs
+
+
+def _timed(probe: Probe, trials: list[float]) -> dict[str, Any]:
+    return {
+        "exact": probe.exact,
+        "elsewhere": probe.elsewhere,
+        "cost": probe.cost,
+        "trials": trials,
+        "alone": [probe.exact - seconds for seconds in probe.alone],
+        "together": probe.exact - probe.together,
+    }
+
+
+def _line(saved: dict[float, float]) -> tuple[float, float]:
+    """c and h of the line c·u - h through the seconds saved at u = 1 - p, with h ≥ 0."""
+    us, seconds = list(saved), list(saved.values())
+    if len(us) > 1:
+        mean_u, mean_s = fmean(us), fmean(seconds)
+        spread = math.fsum((u - mean_u) ** 2 for u in us)
+        c = math.fsum((u - mean_u) * s for u, s in saved.items()) / spread
+        if c > 0 and c * mean_u >= mean_s:
+            return c, c * mean_u - mean_s
+    # One point, or a fixed gain, which no sketch has: a line through the origin.
+    square = math.fsum(u * u for u in us)
+    return math.fsum(u * s for u, s in saved.items()) / square, 0.0

@@ -1,0 +1,208 @@
+"""advise(): the answer follows from time and noise, and nothing is left behind."""
+
+import copy
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sketchprop as sp
+from measure_helpers import Branched, loss_fn, make_batches, mlp
+from sketchprop.meters import Advice, Option
+from sketchprop.zoo import ViT
+
+TOKENS = Option(
+    "Tokens(0.3)", "sp.sketch_(model, sp.Tokens(0.3))", 0.7, 0.1, 0.77, 0.01, memory=0.6
+)
+SLOW = Option("L1(0.3)", "sp.sketch_(model, sp.L1(0.3))", 1.2, 0.05, 1.26, 0.01, memory=1.0)
+HALF = Option("half of the batch", "", 0.52, 0.9, 0.988, 0.01)
+
+
+def advice(*options, control=HALF):
+    sketches = {"Tokens(0.3)": (sp.Tokens(0.3), False), "L1(0.3)": (sp.L1(0.3), False)}
+    return Advice(options, control, 0.1, 8, 12.0, (), sketches)
+
+
+def test_it_advises_the_option_with_the_least_time_to_equal_quality():
+    answer = advice(SLOW, TOKENS)
+    assert answer.pays
+    assert answer.best is TOKENS
+    assert answer.change == 0.77
+    assert answer.line == "sp.sketch_(model, sp.Tokens(0.3))"
+    assert answer.headline().startswith("It pays: 23 % less time to the same quality.")
+    assert answer.line in answer.headline()
+    model = ViT(dim=16, depth=1, heads=2, hidden=32)
+    assert answer.apply_(model) is model
+    assert model.blocks[0].sketch == sp.Tokens(0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "control", "reason"),
+    [
+        ([SLOW], HALF, "nothing makes a step faster"),
+        ([replace(TOKENS, noise=0.5, change=1.05)], HALF, "drowns"),
+        ([replace(TOKENS, noise=0.3, change=0.99)], HALF, "not worth the noise"),
+        ([replace(TOKENS, error=0.4)], HALF, "too close to call"),
+        ([TOKENS], replace(HALF, change=0.6), "half of the batch, exact, does more"),
+    ],
+)
+def test_it_says_stay_exact_and_why(options, control, reason):
+    answer = advice(*options, control=control)
+    assert not answer.pays
+    assert (answer.line, answer.change) == ("", 1.0)
+    assert reason in answer.reason
+    assert answer.headline().startswith("Stay exact")
+    model = ViT(dim=16, depth=1, heads=2, hidden=32)
+    answer.apply_(model)
+    assert not any(isinstance(m, sp.SketchedModule) for m in model.modules())
+
+
+def test_a_control_that_is_ahead_by_chance_alone_does_not_decide():
+    assert advice(TOKENS, control=replace(HALF, change=0.7, error=0.1)).pays
+    assert advice(TOKENS, control=None).pays
+
+
+def test_every_candidate_that_fits_is_measured_and_the_table_says_so():
+    torch.manual_seed(0)
+    model = ViT(dim=16, depth=2, heads=2, hidden=32)
+    batches = [(torch.randn(6, 3, 32, 32), torch.randint(10, (6,))) for _ in range(3)]
+    shares = []
+    answer = sp.advise(model, loss_fn, batches, minutes=1 / 6, progress=shares.append)
+    names = [option.name for option in answer.options]
+    assert names[:3] == ["Tokens(0.3)", "Tokens(0.5)", "Tokens(0.2)"]
+    assert {"Rows(0.3)", "Rows(0.3, unit='sample')", "L1(0.3)"} == set(names[3:])
+    noise = {option.name: option.noise for option in answer.options}
+    assert 0 < noise["Tokens(0.5)"] < noise["Tokens(0.3)"] < noise["Tokens(0.2)"]
+    for option in answer.options:
+        assert option.change == pytest.approx(option.time * (1 + option.noise))
+    assert answer.control.name == "half of the batch"
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert "Tokens(0.3)" in str(answer.tables()[0])
+    data = json.loads(json.dumps(answer.as_dict()))
+    assert data["pays"] == answer.pays
+    assert len(data["options"]) == 6
+
+
+def test_the_noise_agrees_with_that_of_measure():
+    """Two batches and four draws against eight: within a half, as the spread of V allows."""
+    torch.manual_seed(1)
+    model, batches = mlp(), make_batches(8, rows=64)
+    answer = sp.advise(model, loss_fn, batches, minutes=1 / 6)
+    report = sp.measure(model, loss_fn, batches, sp.L1(0.3), split=False, rounds=0, draws=8)
+    (option,) = [o for o in answer.options if o.name == "L1(0.3)"]
+    total = report.sigma2.value * (1 + answer.signal)
+    assert option.noise == pytest.approx(report.added.value / total, rel=0.5)
+
+
+def test_batch_norm_in_training_mode_is_warned_of_and_rows_are_not_tried():
+    torch.manual_seed(2)
+    model = Branched(dropout=0.0)
+    answer = sp.advise(model, loss_fn, make_batches(3), minutes=0.1)
+    assert [option.name for option in answer.options] == ["L1(0.3)"]
+    assert "BatchNorm1d in training mode" in answer.headline()
+    model.norm.eval()
+    names = [option.name for option in sp.advise(model, loss_fn, make_batches(3)).options]
+    assert "Rows(0.3)" in names
+
+
+def test_a_label_for_each_token_is_warned_of():
+    torch.manual_seed(3)
+    options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+    layers = [nn.TransformerEncoderLayer(16, 2, 32, **options) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Linear(16, 5))
+    batches = [(torch.randn(4, 12, 16), torch.randint(5, (4, 12))) for _ in range(6)]
+
+    def by_token(model, batch):
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    answer = sp.advise(model, by_token, batches, minutes=0.2)
+    assert any("a loss for each token" in text for text in answer.warnings)
+
+
+def test_an_optimizer_without_a_state_is_warned_of():
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    answer = sp.advise(model, loss_fn, make_batches(3), optimizer=optimizer, minutes=0.1)
+    assert any("no state yet" in text for text in answer.warnings)
+
+
+def state_of(model, optimizer):
+    return (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        [type(m) for m in model.modules()],
+        [m.training for m in model.modules()],
+        [getattr(m, "sketching", None) for m in model.modules()],
+        copy.deepcopy(optimizer.state_dict()["state"]),
+        torch.get_rng_state(),
+    )
+
+
+@pytest.mark.parametrize("fails", [None, KeyboardInterrupt, RuntimeError])
+def test_everything_is_as_before_also_after_an_error_or_a_stop(fails):
+    torch.manual_seed(4)
+    model = sp.sketch_(Branched(), sp.L1(0.5))
+    batches = make_batches(3)
+    optimizer = torch.optim.Adam(model.parameters())
+    loss_fn(model, batches[0]).backward()
+    optimizer.step()
+    before = state_of(model, optimizer)
+    calls = []
+
+    def watched(model, batch):
+        calls.append(1)
+        if fails is not None and len(calls) == 12:
+            raise fails
+        return loss_fn(model, batch)
+
+    if fails is None:
+        sp.advise(model, watched, batches, optimizer=optimizer, minutes=0.1)
+    else:
+        with pytest.raises(fails):
+            sp.advise(model, watched, batches, optimizer=optimizer, minutes=0.1)
+    after = state_of(model, optimizer)
+    assert len(calls) >= 12
+    assert before[2:5] == after[2:5]
+    for a, b in zip(before[0].values(), after[0].values(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(before[1], after[1], strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(before[5].values(), after[5].values(), strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    assert torch.equal(before[6], after[6])
+
+
+def test_bad_input_is_refused_with_a_way_out():
+    model, batches = mlp(), make_batches(3)
+    for given, message in [
+        ({"batches": []}, "0 different batches"),
+        ({"batches": batches[:1]}, "1 different batches"),
+        ({"batches": batches[:1] * 5}, "1 different batches"),
+        ({"minutes": 0}, "minutes=0"),
+        ({"minutes": math.nan}, "minutes=nan"),
+        ({"minutes": 1e-9}, "too short"),
+        ({"loss_fn": lambda m, b: m(b[0])}, "return a scalar"),
+        ({"model": nn.Linear(8, 4, device="meta")}, "meta device"),
+        ({"model": mlp().requires_grad_(False)}, "unfreeze"),
+    ]:
+        options = {"model": model, "loss_fn": loss_fn, "batches": batches, **given}
+        with pytest.raises(ValueError, match=message):
+            sp.advise(
+                options.pop("model"), options.pop("loss_fn"), options.pop("batches"), **options
+            )
+
+
+def test_an_endless_loader_is_not_drained():
+    taken = []
+
+    def endless():
+        while True:
+            taken.append(make_batches(1)[0])
+            yield taken[-1]
+
+    assert sp.advise(mlp(), loss_fn, endless(), minutes=0.1).batches == len(taken) == 8

@@ -1,0 +1,240 @@
+"""Tuner on networks: it finds what pays, disturbs nothing, and goes on where it stopped.
+
+Time is told by a clock that the budgets move, so that no test depends on the machine's.
+"""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sketchprop as sp
+from measure_helpers import Branched, loss_fn, make_batches, mlp
+from sketchprop.meters.noise.metric import weights
+from sketchprop.zoo import ViT
+from stack_helpers import BudgetClock
+
+
+class Written(list):
+    def add_scalar(self, tag, scalar_value, global_step):
+        self.append((tag, scalar_value, global_step))
+
+
+def train(model, batches, tuner=None, optimizer=None, seed=0):
+    torch.manual_seed(seed)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for batch in batches:
+        if tuner is not None:
+            tuner(batch)
+        optimizer.zero_grad()
+        loss = loss_fn(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def wide():
+    torch.manual_seed(3)
+    layers = [nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)]
+    return sp.sketch_(nn.Sequential(*layers), sp.Rows(0.5))
+
+
+@pytest.mark.parametrize("build", [Branched, mlp])
+def test_a_frozen_tuner_leaves_the_loss_curve_as_it_is_bitwise(build):
+    torch.manual_seed(13)
+    watched = sp.sketch_(build(), sp.L1(0.5))
+    alone = copy.deepcopy(watched)
+    tuner = sp.Tuner(watched, loss_fn, share=1.0, start=0.5, frozen=True)
+    batches = make_batches(30)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(train(watched, batches, tuner), train(alone, batches), strict=True)
+    )
+    assert len(tuner.log) >= 2
+    assert all(p == 0.5 for p in tuner.budgets.values())
+    for a, b in zip(watched.state_dict().values(), alone.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_budgets_fall_where_time_is_saved_and_noise_is_small():
+    model = wide()
+    tuner = sp.Tuner(model, loss_fn, share=1.0, clock=BudgetClock(model, rest=1, slope=16))
+    assert [m.sketch.budget for m in (model[0], model[2])] == [1.0, 1.0]
+    train(model, make_batches(60, rows=256), tuner)
+    assert tuner.log[0]["moved"]
+    assert min(tuner.budgets.values()) < 0.5
+    assert [m.sketch.budget for m in (model[0], model[2])] == list(tuner.budgets.values())
+    assert tuner.log[-1]["change"] < 0.9
+
+
+def test_where_no_time_is_saved_it_stays_exact_and_says_so():
+    model = wide()
+    tuner = sp.Tuner(model, loss_fn, share=0.5, clock=BudgetClock(model, slope=0))
+    train(model, make_batches(200), tuner)
+    assert len(tuner.log) >= 2
+    assert set(tuner.budgets.values()) == {1.0}
+    gaps = [b["step"] - a["step"] for a, b in zip(tuner.log, tuner.log[1:], strict=False)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= 2 * gaps[0]
+    notes = [layer.note for layer in sp.summary(model).layers]
+    assert sum("tuned at step" in note and "exact" in note for note in notes) == 2
+
+
+def test_probes_take_no_more_than_their_share():
+    model = wide()
+    clock = BudgetClock(model)
+    tuner = sp.Tuner(model, loss_fn, share=0.1, clock=clock)
+    for batch in make_batches(400):
+        tuner(batch)
+        clock.now += 16  # the step itself: in this world as long as a pass
+    assert len(tuner.log) >= 2
+    assert 0 < tuner.spent <= 0.1 * clock.now
+
+
+def test_stopped_and_resumed_it_goes_on_bitwise():
+    batches = make_batches(70, rows=64)
+    whole, part = wide(), wide()
+
+    def fresh(model):
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        tuner = sp.Tuner(model, loss_fn, optimizer=optimizer, share=1.0, clock=BudgetClock(model))
+        return tuner, optimizer
+
+    tuner, optimizer = fresh(whole)
+    train(whole, batches[:40], tuner, optimizer, 0)
+    rest = train(whole, batches[40:], tuner, optimizer, 1)
+
+    first, first_optimizer = fresh(part)
+    train(part, batches[:40], first, first_optimizer, 0)
+    assert first.controller.frozen_times
+    saved = json.loads(json.dumps(first.state_dict()))
+    resumed = wide()
+    resumed.load_state_dict(part.state_dict())
+    second, second_optimizer = fresh(resumed)
+    second_optimizer.load_state_dict(first_optimizer.state_dict())
+    second.load_state_dict(saved)
+    second.clock = lambda: 0.0  # another machine
+    again = train(resumed, batches[40:], second, second_optimizer, 1)
+    assert all(torch.equal(a, b) for a, b in zip(rest, again, strict=True))
+    assert tuner.budgets == second.budgets != dict.fromkeys(tuner.budgets, 1.0)
+    decisions = [{k: v for k, v in entry.items() if k != "spent"} for entry in tuner.log]
+    assert decisions == [{k: v for k, v in e.items() if k != "spent"} for e in second.log]
+    assert len(second.log) > len(first.log)
+
+
+def test_a_state_of_another_network_is_refused():
+    tuner = sp.Tuner(wide(), loss_fn)
+    with pytest.raises(ValueError, match="the same groups="):
+        sp.Tuner(wide(), loss_fn, groups=1).load_state_dict(tuner.state_dict())
+
+
+def test_noise_is_measured_as_adam_sees_it():
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
+    parameters = list(model.parameters())
+    assert weights(optimizer, parameters) is None
+    for batch in make_batches(3):
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        before = [p.detach().clone() for p in parameters]
+        momenta = [optimizer.state[p].get("exp_avg", torch.zeros(())).clone() for p in parameters]
+        optimizer.step()
+    for p, w, old, m in zip(
+        parameters, weights(optimizer, parameters), before, momenta, strict=True
+    ):
+        step = 0.01 * w * (0.9 * m + 0.1 * p.grad) / (1 - 0.9**3)
+        assert torch.allclose(old - p, step, atol=1e-6)
+    plain = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    plain.step()
+    assert weights(plain, parameters) is None
+
+
+def test_with_adam_it_waits_until_there_is_a_state():
+    model = wide()
+    optimizer = torch.optim.Adam(model.parameters())
+    tuner = sp.Tuner(model, loss_fn, optimizer=optimizer, share=1.0)
+    for batch in make_batches(12):
+        assert tuner(batch) is None
+    train(model, make_batches(1), None, optimizer)
+    assert tuner(make_batches(1)[0]) is not None
+
+
+def test_a_probe_that_is_not_finite_is_ignored_and_training_goes_on():
+    model = wide()
+    tuner = sp.Tuner(model, lambda m, b: loss_fn(m, b) * math.nan, share=1.0)
+    entries = [tuner(batch) for batch in make_batches(14)]
+    found = [entry for entry in entries if entry]
+    assert len(found) == 2
+    assert all("ignored" in entry["why"] for entry in found)
+    assert set(tuner.budgets.values()) == {1.0}
+
+
+def test_inside_of_exact_nothing_is_probed():
+    model = wide()
+    tuner = sp.Tuner(model, loss_fn, share=1.0)
+    with sp.exact(model):
+        assert [tuner(batch) for batch in make_batches(10)] == [None] * 10
+    assert tuner(make_batches(1)[0]) is not None
+
+
+def test_numbers_go_to_the_writer():
+    model, written = wide(), Written()
+    tuner = sp.Tuner(model, loss_fn, share=1.0, writer=written, clock=BudgetClock(model))
+    train(model, make_batches(10), tuner)
+    (entry,) = tuner.log[:1]
+    assert ("sketchprop/tuner/change", entry["change"], entry["step"]) in written
+    assert ("sketchprop/tuner/budget/0", entry["budgets"]["0"], entry["step"]) in written
+    assert json.loads(json.dumps(tuner.log)) == tuner.log
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_coupled_rate_is_smaller_in_the_step_alone(kind):
+    model = wide()
+    optimizer = kind(model.parameters(), lr=0.01)
+    tuner = sp.Tuner(model, loss_fn, optimizer=optimizer, couple=True)
+    rates = []
+    optimizer.register_step_pre_hook(lambda o, *_: rates.append(o.param_groups[0]["lr"]))
+    tuner.kappa = 0.25
+    train(model, make_batches(1), None, optimizer)
+    assert rates == [0.01 * (0.25 if kind is torch.optim.SGD else 0.5)]
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_blocks_on_kept_tokens_are_tuned_whole_and_rung_one_draws_nothing():
+    torch.manual_seed(0)
+    model = ViT(dim=16, depth=3, heads=2, hidden=32)
+    sp.sketch_(model, sp.Tokens(0.3, queries=0.4))
+    images, labels = torch.randn(6, 3, 32, 32), torch.randint(10, (6,))
+    loss = lambda m, batch: F.cross_entropy(m(batch[0]), batch[1])  # noqa: E731
+    tuner = sp.Tuner(model, loss, share=1.0, groups=2, clock=BudgetClock(model))
+    assert len(tuner.groups) == 2
+    assert sum(map(len, tuner.groups.values())) == 3
+    grads = [torch.autograd.grad(loss(model, (images, labels)), [*model.parameters()])]
+    with sp.exact(model):
+        grads.append(torch.autograd.grad(loss(model, (images, labels)), [*model.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    entries = [tuner((images, labels)) for _ in range(8)]
+    assert any(entries)
+    assert "tuned at step" in str(sp.summary(model))
+
+
+def test_bad_options_are_refused():
+    model = wide()
+    for options, message in [
+        ({"share": 0}, "share=0"),
+        ({"start": 0.6}, "no rung"),
+        ({"groups": 0}, "groups=0"),
+        ({"gain": 1}, "gain=1"),
+        ({"couple": True}, "optimizer="),
+        ({"ladder": (0.5, 0.1)}, "falling"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            sp.Tuner(model, loss_fn, **options)
+    with pytest.raises(ValueError, match="no sketched layer"):
+        sp.Tuner(mlp(), loss_fn)
