@@ -118,13 +118,7 @@ class _Branch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        correction: Tensor | None,
-        index: Tensor | None,
-        chain: Chain,
-        settings: Settings,
-        *P: Tensor | None,
+        ctx: Any, x: Tensor, _: Any, index: Any, chain: Chain, settings: Settings, *P: Any
     ) -> Tensor:
         tape = Tape(settings.save == "activations")
         y = chain.forward(x.reshape(-1, x.shape[-1]), P, tape, False)
@@ -162,11 +156,11 @@ class _Replayed(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        correction: Tensor | None,
-        index: Tensor | None,
+        _: Any,
+        index: Any,
         f: Callable[[Tensor], Tensor],
         settings: Settings,
-        *P: Tensor,
+        *P: Any,
     ) -> Tensor:
         products = settings.save == "activations"
         y, tensors = recorded(f, x, products=products)
@@ -208,13 +202,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        correction: Tensor | None,
-        index: Tensor | None,
-        f: nn.Module,
-        settings: Settings,
-        *P: Tensor,
+        ctx: Any, x: Tensor, _: Any, index: Any, f: nn.Module, settings: Settings, *P: Any
     ) -> Tensor:
         _remember(ctx, x, index, settings)
         ctx.f = f

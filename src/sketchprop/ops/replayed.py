@@ -76,49 +76,62 @@ def _devices(x: Tensor) -> list[torch.device]:
     return [x.device] if x.device.type != "cpu" else []
 
 
-class _Record(TorchFunctionMode):
+class _Mode(TorchFunctionMode):
+    """Calls ``dropout`` and, with ``products``, ``linear`` in place of torch's own."""
+
     def __init__(self, products: bool) -> None:
         super().__init__()
         self.products = products
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.dropout:
+            x, p, training, _ = _dropout_arguments(*args, **kwargs)
+            if training and p > 0:
+                return self.dropout(x, p)
+        if function is F.linear and self.products:
+            return self.linear(*_linear_arguments(*args, **kwargs))
+        return function(*args, **kwargs)
+
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        raise NotImplementedError
+
+    def linear(self, x: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+
+class _Record(_Mode):
+    def __init__(self, products: bool) -> None:
+        super().__init__(products)
         self.kept: list[Tensor] = []
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is F.dropout:
-            x, p, training, _ = _dropout_arguments(*args, **kwargs)
-            if training and p > 0:
-                y, mask = torch.native_dropout(x, p, True)
-                self.kept.append(mask.reshape(-1, mask.shape[-1]))
-                return y
-        result = function(*args, **kwargs)
-        if function is F.linear and self.products:
-            self.kept.append(result.reshape(-1, result.shape[-1]))
-        return result
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        y, mask = torch.native_dropout(x, p, True)
+        self.kept.append(mask.reshape(-1, mask.shape[-1]))
+        return y
+
+    def linear(self, x: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
+        y = F.linear(x, W, b)
+        self.kept.append(y.reshape(-1, y.shape[-1]))
+        return y
 
 
-class _Replay(TorchFunctionMode):
+class _Replay(_Mode):
     def __init__(self, products: bool, kept: Iterator[Tensor], trusted: bool) -> None:
-        super().__init__()
-        self.products, self.kept, self.trusted = products, kept, trusted
+        super().__init__(products)
+        self.kept, self.trusted = kept, trusted
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is F.dropout:
-            x, p, training, _ = _dropout_arguments(*args, **kwargs)
-            if training and p > 0:
-                scale = 0.0 if p == 1 else 1 / (1 - p)
-                return x * next(self.kept).view(x.shape) * scale
-        if function is F.linear and self.products:
-            x, W, b = _linear_arguments(*args, **kwargs)
-            rows = next(self.kept)
-            if not self.trusted:
-                return function(*args, **kwargs)
-            return _SavedProduct.apply(x, W, b, rows.view(*x.shape[:-1], rows.shape[-1]))  # type: ignore[no-untyped-call]
-        return function(*args, **kwargs)
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        scale = 0.0 if p == 1 else 1 / (1 - p)
+        return x * next(self.kept).view(x.shape) * scale
+
+    def linear(self, x: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
+        rows = next(self.kept)
+        if not self.trusted:
+            return F.linear(x, W, b)
+        return _SavedProduct.apply(x, W, b, rows.view(*x.shape[:-1], rows.shape[-1]))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _dropout_arguments(
