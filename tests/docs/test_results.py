@@ -20,6 +20,7 @@ COMMANDS = {
     "rows-variance": ["variance"],
     "rows-weight-variance": ["weight-variance"],
     "tokens-noise/vit": ["noise", "--task", "vit"],
+    "tokens-noise/yields": ["noise", "--task", "yields"],
 }
 
 

@@ -17,6 +17,7 @@ from sketchprop.core.vjp import Vjp
 from sketchprop.layers import Sketching
 from sketchprop.meters import Estimate, Times, criterion, measure_variance
 from sketchprop.meters.noise.estimate import minibatch_variance, over_draws, variance_ratio
+from sketchprop.meters.noise.variance import alignment
 
 Z = 4.5
 """Standard errors allowed: beyond this by chance less than once in 100,000 comparisons."""
@@ -214,6 +215,12 @@ def test_rare_draws_are_noticed():
     calm = sp.measure(model, loss_fn, batches, dict.fromkeys("0123", sp.L1(0.5)), rounds=0)
     assert calm.variance.reliable
     assert "NOT RELIABLE" not in str(calm)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1e-9, 0.0), (1e-3, -1.0), (0.0, 0.0)])
+def test_what_rounding_leaves_of_a_zero_gradient_is_aligned_with_nothing(size, expected):
+    exact = [torch.ones(4), torch.full((4,), size)]
+    assert alignment([torch.ones(4), torch.zeros(4)], exact) == pytest.approx([0.0, expected])
 
 
 # --- randomness that is not the sketches' ----------------------------------------------------

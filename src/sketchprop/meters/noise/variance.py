@@ -309,9 +309,13 @@ def visible_distance(a: list[Tensor], b: list[Tensor]) -> float:
 
 
 def alignment(sketched: list[Tensor], exact: list[Tensor]) -> list[float]:
-    """⟨ĝ - g, g⟩/‖g‖² of each parameter."""
+    """⟨ĝ - g, g⟩/‖g‖² of each parameter; 0 where g is what rounding leaves of zero.
+
+    The bias of attention's keys has such a gradient: softmax does not see it.
+    """
     pairs = list(zip(sketched, exact, strict=True))
     dots = [float((_wide(a - b) * b).sum()) for a, b in pairs]
     sizes = [float(_wide(b).square().sum()) for b in exact]
-    # Where g = 0 there is nothing to be aligned with.
-    return [dot / size if size else 0.0 for dot, size in zip(dots, sizes, strict=True)]
+    eps = max(torch.finfo(g.dtype).eps for g in exact)
+    rounding = eps**2 * math.fsum(sizes)
+    return [dot / size if size > rounding else 0.0 for dot, size in zip(dots, sizes, strict=True)]
