@@ -6,6 +6,7 @@ about a block. Here each block runs for every outcome of the whole tree of its d
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from sketchprop.core.enumeration import every_draw, expectation
 from sketchprop.core.samples import Samples
 from sketchprop.core.sampling import Uniforms, draw_uniforms
-from sketchprop.ops import branch as branch_file
 from sketchprop.ops.attention import kept_attention
 from sketchprop.ops.branch import RowWise, branch
 from sketchprop.ops.kept import draw_queries, empty_carry, slot_count
 from sketchprop.ops.postnorm import carried_norm
 from sketchprop.ops.rowwise import read
 from sketchprop.ops.sublayer import attention_branch
+
+branch_file = importlib.import_module("sketchprop.ops.branch")  # beside the function of that name
 
 TOLERANCE = 1e-12
 N, T, D, HEADS = 2, 3, 4, 2
