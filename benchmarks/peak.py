@@ -258,9 +258,8 @@ HEAD = """# Memory, measured
 Written by `python -m benchmarks page` from `benchmarks/results/peak-1-thread.json`. The most that
 a training step (forward, backward, SGD) needs above model, gradients and batch: the high-water mark
 of the resident memory, each in a fresh process, with an allocator that returns large blocks at
-once. `ForwardRows`, its share of rows and that of `sampled_backward`: 0.1. `Tokens`: rows, queries
-and keys 0.2, `save="input"`. Checkpointing computes each transformer block again, of an MLP each
-half. The largest batch, in sixteenths of the given
+once. `ForwardRows`, its share of rows and that of `sampled_backward`: 0.1. Checkpointing computes
+each transformer block again, of an MLP each half. The largest batch, in sixteenths of the given
 one, is that whose step needs no more than the exact step needs at the given batch.
 """
 
@@ -268,7 +267,9 @@ one, is that whose step needs no more than the exact step needs at the given bat
 def page(stored: dict[str, Any]) -> str:
     """docs/results/memory.md."""
     machine = stored["machine"]
-    parts = [HEAD, f"`{stored['command']}` on {machine['cpu']}, torch {machine['torch']}.", ""]
+    with_tokens = any(row["method"] == "Tokens" for row in stored["rows"])
+    about = f"{HEAD}`Tokens`: {TOKENS!r}.\n" if with_tokens else HEAD
+    parts = [about, f"`{stored['command']}` on {machine['cpu']}, torch {machine['torch']}.", ""]
     parts += ["| model | method | batch | peak MB | of exact | largest batch | times exact's |"]
     parts += ["|---|---|---|---|---|---|---|"]
     for row in stored["rows"]:
