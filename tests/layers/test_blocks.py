@@ -19,8 +19,8 @@ import sketchprop as sp
 from sketchprop import Tokens
 from sketchprop.cli.specs import parse_sketch
 from sketchprop.core.enumeration import expectation
-from sketchprop.integrations._routine import kept_flops
 from sketchprop.layers import SketchedBlock
+from sketchprop.layers.share import kept_flops
 from sketchprop.meters import saved_bytes
 from sketchprop.zoo import Block, ViT
 
