@@ -134,10 +134,10 @@ def striped_discs(count: int, seed: int) -> Pictures:
     y, x = torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij")
     angle = labels[:, None, None] * math.pi / 10 + uniform(-0.1, 0.1)
     across = x * angle.cos() + y * angle.sin()
-    stripes = (uniform(0.9, 1.8) * across + uniform(0, 2 * math.pi)).sin()
-    disc = (x - uniform(10, 22)) ** 2 + (y - uniform(10, 22)) ** 2 < uniform(7, 12) ** 2
-    colours, ground = uniform(-1, 1, 3), uniform(-0.5, 0.5, 3)
-    noise = 0.4 * torch.randn(count, 3, 32, 32, generator=draw)
+    stripes = (uniform(1.0, 1.5) * across + uniform(0, 2 * math.pi)).sin()
+    disc = (x - uniform(10, 22)) ** 2 + (y - uniform(10, 22)) ** 2 < uniform(8, 13) ** 2
+    colours, ground = uniform(0.4, 1, 3), uniform(-0.5, 0.5, 3)
+    noise = 0.3 * torch.randn(count, 3, 32, 32, generator=draw)
     images = torch.where(disc, stripes, 0.0)[:, None] * colours + ground + noise
     return (images * 64 + 127.5).clamp(0, 255).byte(), labels
 
