@@ -297,7 +297,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=100, help="all together (default: 100)")
+    parser.add_argument("--seconds", type=float, default=95, help="all together (default: 95)")
     parser.add_argument("--budget", type=float, default=0.3, help="kept tokens (default: 0.3)")
     parser.add_argument("--batch-size", type=int, default=32, help="default: 32")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="default: 0.001")
