@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import multiprocessing
 import os
-import random
 import signal
 import threading
 import time
@@ -48,19 +47,23 @@ class Job:
 
 
 def run_sweep(
-    points: Sequence[Point],
+    missing: Callable[[Sequence[Row], Path], Sequence[Job]],
     store: Store,
     engine: Engine,
     workers: int,
     report: Report | None = None,
 ) -> int:
-    """Trains all that ``points`` need and ``store`` lacks; how many runs that were."""
+    """Trains what is missing, until nothing is; how many runs that were.
+
+    ``missing(rows, checkpoints)``: the jobs that can be done, knowing the rows of the runs that
+    were; asked again when these are done.
+    """
     done = 0
     kept = Checkpoints(store.folder / FOLDER)
     while True:
         rows = store.rows()
         kept.remove({row["run"] for row in rows})
-        jobs = missing_jobs(points, rows, kept.folder)
+        jobs = missing(rows, kept.folder)
         if not jobs:
             return done
         total, finished = sum(job.cost for job in jobs), 0.0
@@ -182,21 +185,7 @@ def in_ray(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
             ray.shutdown()
 
 
-def in_rotation(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
-    """All in this process, a stretch of one after a stretch of another: a slow minute meets all."""
-    order = random.Random(0)
-    with one_thread():
-        live = {job: job.runs[0].cell.stretches(job.runs, job.checkpoints) for job in jobs}
-        while live:
-            for job in order.sample(list(live), len(live)):
-                try:
-                    next(live[job])
-                except StopIteration as end:
-                    del live[job]
-                    yield job, _rows(job, end.value)
-
-
-ENGINES: dict[str, Engine] = {"processes": in_processes, "ray": in_ray, "rotation": in_rotation}
+ENGINES: dict[str, Engine] = {"processes": in_processes, "ray": in_ray}
 
 
 def _execute_alone(job: Job) -> list[Row]:
