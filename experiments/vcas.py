@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import sketchprop as sp
 from sketchprop.core.vjp import Vjp
+from sketchprop.layers.choose import refusal
 from sketchprop.layers.isolation import no_gradient_hooks
 from sketchprop.layers.select import blocks_of, sketchable_layers
-from sketchprop.layers.transform import refusal
 from sketchprop.meters.noise.passes import Loss, scalar_loss, seed, squared_distance, squared_norm
 from sketchprop.meters.restore import Buffers, hooked, restored
 from sketchprop.sketches import Rows
