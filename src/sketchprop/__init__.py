@@ -17,6 +17,7 @@ from .layers import SketchedLinear, SketchedModule, select, sketchable
 from .layers.schedule import Ladder, set_budget_
 from .layers.summary import summary
 from .layers.transform import exact, sketch_, unsketch_
+from .layers.validate import Finding, validate
 from .meters import Monitor, advise, check_unbiased, measure, plan
 from .ops import branch, gate, kept_attention, sketched_conv, sketched_linear
 from .sampled.loss import sampled_backward, sampled_loss
@@ -53,6 +54,7 @@ __all__ = [
     "Diagonal",
     "ElementMask",
     "Every",
+    "Finding",
     "ForwardRows",
     "Fresh",
     "GradientSVD",
@@ -97,4 +99,5 @@ __all__ = [
     "sketched_linear",
     "summary",
     "unsketch_",
+    "validate",
 ]

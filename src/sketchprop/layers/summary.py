@@ -12,10 +12,10 @@ from ..core.cost import Size
 from ..core.table import LAYER, Column, Table, as_text, words
 from ..sketches import AnySketch, Tokens
 from .blocks import SketchedBlock
+from .choose import refusal
 from .faster import Judge
 from .known import BUILT_IN, block_class, sketched_class
 from .sketched import SketchedModule
-from .transform import refusal
 
 
 @dataclass(frozen=True)

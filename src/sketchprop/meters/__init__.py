@@ -1,6 +1,6 @@
 """Meters: what a sketch does to the gradient, what it costs and what it saves."""
 
-from .advise import Advice, Option, advise
+from .advising import Advice, Candidate, Option, advise
 from .cost.flops import FlopsReport, measure_flops
 from .cost.memory import MemoryReport, saved_bytes
 from .cost.timing import BenchReport, Times, bench, step_times
@@ -15,6 +15,7 @@ from .verdict import Verdict, criterion
 __all__ = [
     "Advice",
     "BenchReport",
+    "Candidate",
     "Estimate",
     "FlopsReport",
     "MeasureReport",

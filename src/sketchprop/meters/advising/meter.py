@@ -1,0 +1,173 @@
+"""Times and noise of candidates, measured on the model itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean, stdev
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ...core.stopwatch import in_turns, synchronise
+from ...layers.isolation import no_gradient_hooks
+from ..cost.memory import bytes_of
+from ..cost.timing import compare, times_of
+from ..noise.metric import weighted, weights
+from ..noise.passes import Gradients, Loss, scalar_loss, squared_norm
+from ..noise.passes import seed as seed_generators
+from ..noise.variance import visible_distance
+from ..restore import Buffers, restored, tensors_in
+from .answer import DROWNED, Option
+from .candidates import Candidate
+
+NOISE_BATCHES = 3
+MOST_DRAWS = 4
+MOST_ROUNDS = 9
+LEAST_PASSES = 14
+"""Passes without which a candidate is not tried: noise on two batches, two rounds of times."""
+
+
+class Meter:
+    """Times and noise of candidates, inside ``restored``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Loss,
+        batches: Sequence[Any],
+        optimizer: Any,
+        seed_: int,
+        a_pass: float,
+    ) -> None:
+        self.model, self.loss_fn, self.batches = model, loss_fn, batches
+        self.seed, self.a_pass = seed_, a_pass
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.factors = weights(optimizer, self.parameters)
+        self.bytes = bytes_of(model, loss_fn, batches[0]).total
+        self.total, self.sigma2 = self._of_batches()
+        if not 0 < self.total < math.inf:
+            raise ValueError("the gradient is zero, or not finite, on these batches")
+
+    @property
+    def signal(self) -> float:
+        """‖g‖²/σ²."""
+        return max(0.0, self.total - self.sigma2) / self.sigma2 if self.sigma2 else math.inf
+
+    def _of_batches(self) -> tuple[float, float]:
+        """‖g‖² + σ², the mean of ‖g_k‖², and σ² = (Σ‖g_k‖² - M‖ḡ‖²)/(M - 1)."""
+        count = len(self.batches)
+        mean: list[Tensor] = []
+        norms = []
+        for batch in self.batches:
+            seed_generators(self.parameters[0].device, self.seed)
+            loss = scalar_loss(self.loss_fn, self.model, batch)
+            found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+            pairs = zip(found, self.parameters, strict=True)
+            g = weighted([torch.zeros_like(p) if x is None else x for x, p in pairs], self.factors)
+            norms.append(math.fsum(map(squared_norm, g)))
+            mean = (
+                [x / count + y for x, y in zip(g, mean, strict=True)]
+                if mean
+                else [x / count for x in g]
+            )
+        of_mean = math.fsum(map(squared_norm, mean))
+        sigma2 = (math.fsum(norms) - count * of_mean) / (count - 1)
+        return fmean(norms), max(0.0, sigma2)
+
+    def measured(self, candidate: Candidate, seconds: float) -> Option:
+        """Time, noise and bytes of a candidate, in about so many ``seconds``."""
+        option = Option(candidate.name, candidate.line)
+        if seconds < LEAST_PASSES * self.a_pass:
+            return replace(option, note="not tried: the time was used up")
+        begin = monotonic()
+        with restored(self.model) as buffers:
+            try:
+                candidate.apply_(self.model)
+            except ValueError as error:
+                return replace(option, note=f"does not fit: {error}")
+            added = self._added(buffers, seconds / self.a_pass)
+            buffers.restore()
+            saved = bytes_of(self.model, self.loss_fn, self.batches[0]).total
+            left = max(0.0, seconds - (monotonic() - begin))
+            times = times_of(self.model, self.loss_fn, self.batches[0], (2, MOST_ROUNDS), left)
+        noise = fmean(added)
+        if not math.isfinite(noise):
+            return replace(option, note="its gradient is not finite")
+        spread = stdev(added) / math.sqrt(len(added))
+        return replace(
+            option,
+            time=times.ratio,
+            noise=noise,
+            change=times.ratio * (1 + noise),
+            error=math.hypot(times.ratio * spread, (1 + noise) * times.ratio_error),
+            memory=saved / max(1, self.bytes),
+            note="its noise drowns the gradient" if noise > DROWNED else "",
+        )
+
+    def _added(self, buffers: Buffers, passes: float) -> list[float]:
+        """‖ĝ - g‖²/(‖g‖² + σ²) of some draws on some batches; half of the passes at most."""
+        gradients = Gradients(self.model, self.loss_fn, buffers, self.seed)
+        batches = self.batches[:NOISE_BATCHES] if passes > 2 * LEAST_PASSES else self.batches[:2]
+        draws = max(1, min(MOST_DRAWS, int(passes / 2 / len(batches)) - 1))
+        added = []
+        with gradients.switch.installed():
+            for batch in batches:
+                exact = weighted(gradients.exact(batch), self.factors)
+                for draw in range(draws):
+                    drawn = weighted(gradients.sketched(batch, draw), self.factors)
+                    added.append(visible_distance(drawn, exact) / self.total)
+        return added
+
+    def half(self, seconds: float) -> Option | None:
+        """Half of the batch, exact: σ² doubles. ``None`` where the batch cannot be cut."""
+        whole = self.batches[0]
+        part = halved(whole)
+        if part is None or seconds < 0:
+            return None
+
+        def step(batch: Any) -> None:
+            loss = scalar_loss(self.loss_fn, self.model, batch)
+            torch.autograd.grad(loss, self.parameters, allow_unused=True)
+
+        device = self.parameters[0].device
+        actions = [lambda: step(whole), lambda: step(part)]
+        try:
+            with no_gradient_hooks(self.parameters):
+                times = compare(*in_turns(actions, (2, MOST_ROUNDS), device, seconds))
+        except Exception:
+            return None  # a batch that means something as a whole
+        noise = self.sigma2 / self.total
+        change, error = times.ratio * (1 + noise), (1 + noise) * times.ratio_error
+        note = "the control: exact gradients of fewer samples"
+        return Option("half of the batch", "", times.ratio, noise, change, error, note=note)
+
+
+def seconds_of_a_pass(model: nn.Module, loss_fn: Loss, batch: Any) -> float:
+    """Forward and backward, the fastest of three: the first ones warm up."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    seconds = math.inf
+    for _ in range(3):
+        begin = monotonic()
+        loss = scalar_loss(loss_fn, model, batch)
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+        synchronise(parameters[0].device)
+        seconds = min(seconds, monotonic() - begin)
+    return max(seconds, 1e-6)
+
+
+def halved(batch: Any) -> Any:
+    """The first half of the samples, by the first dimension of the first tensor."""
+    sizes = [t.shape[0] for t in tensors_in(batch) if t.dim()]
+    if not sizes or sizes[0] < 2:
+        return None
+
+    def cut(leaf: Any) -> Any:
+        mine = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == sizes[0]
+        return leaf[: sizes[0] // 2] if mine else leaf
+
+    return tree_map(cut, batch)
