@@ -18,8 +18,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(READY) ## train a small network exactly and sketched: a table and a picture
-	$(BIN)/python demo/digits.py
+demo: $(READY) ## exact training, a smaller batch and kept tokens against the clock
+	$(BIN)/python demo/kept_tokens.py
 
 test: $(READY) lint ## lint, types, import order and all tests
 	$(BIN)/python -m pytest

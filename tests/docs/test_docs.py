@@ -61,7 +61,8 @@ def _has_every_page_and_every_public_name(site):
     ids = _Page(text).ids
     public = [f"sketchprop.{name}" for name in sp.__all__ if name != "select"]
     public += [
-        f"sketchprop.layers.select.{name}" for name in ("everything", "last", "linear", "wide")
+        f"sketchprop.layers.select.{name}"
+        for name in ("adapters", "everything", "last", "linear", "wide")
     ]
     public += [f"sketchprop.distributed.{name}" for name in distributed.__all__]
     for module in (data, reference):

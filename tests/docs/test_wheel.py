@@ -114,8 +114,9 @@ def test_the_sdist_holds_what_is_needed_to_build_and_test(installed):
     with tarfile.open(installed.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "Makefile"}
-    needed |= {"constraints.txt", "src/sketchprop/py.typed", "tests/law_table.py", "demo/digits.py"}
+    needed |= {"constraints.txt", "src/sketchprop/py.typed", "tests/law_table.py"}
     needed |= {"benchmarks/__main__.py", "examples/pipeline.py", "experiments/__main__.py"}
+    needed |= {"demo/kept_tokens.py"}
     assert needed <= names
     assert not [name for name in names if name.endswith((".sqlite", ".pyc"))]
 

@@ -133,7 +133,7 @@ def test_logs_hold_budget_kept_flops_and_metrics(tmp_path: Path) -> None:
     logger.save()
     logged = _read(logger)
     assert [float(m["sketch_budget"]) for m in logged] == [1.0, 1.0, 0.25, 0.25]
-    assert [int(m["step"]) for m in logged] == [3, 6, 9, 12]
+    assert [int(m["step"]) for m in logged] == [2, 5, 8, 11]  # Lightning counts from 0
     assert float(logged[0]["sketch_kept_flops"]) == 1.0
     assert 0.25 < float(logged[-1]["sketch_kept_flops"]) < 0.9
     assert float(logged[0]["sketch_added_variance"]) == 0.0
@@ -142,6 +142,27 @@ def test_logs_hold_budget_kept_flops_and_metrics(tmp_path: Path) -> None:
     # Measuring leaves the run alone.
     fit(unmeasured, tmp_path, [SketchCallback(sp.L1(0.25), schedule=schedule)])
     assert equal(parameters(measured), parameters(unmeasured))
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_values_have_the_step_of_the_loss(accumulated: int, tmp_path: Path) -> None:
+    model = module()
+    training_step = model.training_step
+
+    def logging_step(data: list[Tensor], index: int) -> Tensor:
+        loss = training_step(data, index)
+        model.log("loss", loss)
+        return loss
+
+    model.training_step = logging_step
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    options = {"accumulate_grad_batches": accumulated, "log_every_n_steps": 2}
+    fit(model, tmp_path, [SketchCallback(sp.L1(0.5))], logger=logger, **options)
+    logger.save()
+    rows = _read(logger)
+    assert [int(row["step"]) for row in rows] == list(range(1, 12 // accumulated + accumulated, 2))
+    assert all(row["loss"] for row in rows)  # the same line of the file
+    assert len({row["step"] for row in rows}) == len(rows)
 
 
 def _read(logger: CSVLogger) -> list[dict[str, str]]:

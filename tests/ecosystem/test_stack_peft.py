@@ -41,6 +41,18 @@ def trainable(model: nn.Module) -> list[Tensor]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
+def test_adapters_and_unused_originals_are_left_alone() -> None:
+    """LoRA's factors have nothing to save; PEFT never calls what it trains a copy of."""
+    config = LoraConfig(r=4, target_modules=["0", "3"], modules_to_save=["5"])
+    model = sp.sketch_(get_peft_model(net(), config), sp.Rows(0.5))
+    taken = [name for name, m in model.named_modules() if isinstance(m, sp.SketchedLinear)]
+    assert taken == [f"base_model.model.{i}.base_layer" for i in "03"]
+    spare = sp.select.adapters.names(model)
+    assert sum("lora_" in name for name in spare) == 4
+    assert "base_model.model.5.original_module" in spare
+    assert sp.select.last.names(model) == ["base_model.model.5.modules_to_save.default"]
+
+
 @BOTH
 def test_budget_one_trains_bitwise_like_plain_lora(build) -> None:
     plain, sketched = lora(net()), build(sp.L1(1.0))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from sketchprop.core.vjp import Vjp
 from sketchprop.layers import Sketching
 from sketchprop.meters import Estimate, Times, criterion, measure_variance
 from sketchprop.meters.noise.estimate import minibatch_variance, over_draws, variance_ratio
-from sketchprop.meters.noise.variance import alignment
+from sketchprop.meters.noise.variance import alignment, surprising
 
 Z = 4.5
 """Standard errors allowed: beyond this by chance less than once in 100,000 comparisons."""
@@ -520,3 +521,29 @@ def test_bad_input_is_refused_with_a_way_out():
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         sp.measure(model, loss_fn, batches)
+
+
+# --- few draws -------------------------------------------------------------------------------
+
+
+def test_few_draws_of_an_unbiased_sketch_pass_for_reliable():
+    """20,000 parameters, four batches of two normal draws: one in a million may surprise.
+
+    With five standard errors, however few draws they come from, hundreds would.
+    """
+    draws = torch.randn(20_000, 4, 2, generator=torch.Generator().manual_seed(5)).double()
+    errors = (draws.var(-1) / 2).mean(-1).div(4).sqrt()
+    assert int((draws.mean((1, 2)).abs() > 5 * errors).sum()) > 100
+    assert not any(surprising(values) for values in draws.tolist())
+    assert surprising((draws[0] + 1000 * errors[0]).tolist())
+
+
+def test_one_parameter_is_not_called_parameters():
+    torch.manual_seed(15)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    batches = [(torch.randn(128, 8), torch.randint(0, 8, (128,))) for _ in range(3)]
+    report = sp.measure(
+        model, loss_fn, batches, dict.fromkeys("0123", sp.SampleMask(0.05)), rounds=0
+    )
+    one = replace(report, variance=replace(report.variance, missed={"0.weight": Estimate(-1, 0.1)}))
+    assert "the exact gradient of 1 parameter (0.weight)" in str(one)

@@ -25,7 +25,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'sketchprop[cli]'") from error
+        raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -27,7 +27,7 @@ def _bases() -> tuple[type, ...]:
     ]
     if not names:
         raise ImportError(
-            "sketchprop.integrations.lightning needs Lightning: pip install 'sketchprop[lightning]'"
+            "sketchprop.integrations.lightning needs Lightning: pip install lightning"
         )
     return tuple(import_module(name).Callback for name in names)
 
@@ -40,14 +40,15 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
     the end of an epoch is bitwise the run that was not stopped. With several processes each
     starts from its own seed, as without the callback.
 
-    A ``tuner`` gets each batch as ``training_step`` does.
+    Values are logged at the step at which Lightning logs the loss. A ``tuner`` gets each batch as
+    ``training_step`` does.
 
         Trainer(callbacks=[SketchCallback(L1(0.1), schedule=Ladder({0: 1.0, 500: 0.1}))])
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._logged_step = -1
+        self._steps = 0
         self._resumed: dict[str, Any] = {}
         self._tuner_state: dict[str, Any] | None = None
 
@@ -62,6 +63,7 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
         self._resumed = {}
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        self._steps = trainer.global_step
         optimizer = trainer.optimizers[0] if trainer.optimizers else None
         self.start_tuner(pl_module, optimizer, self._tuner_state)
         self._tuner_state = None
@@ -72,12 +74,15 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
             self.tuner(args[0])
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *args: Any) -> None:
-        step = trainer.global_step
-        every = self.log_every or trainer.log_every_n_steps
         # Accumulating trainers end several batches at one step.
-        if not every or step % every or step == self._logged_step:
+        if trainer.global_step == self._steps:
             return
-        self._logged_step = step
+        self._steps = trainer.global_step
+        # The number that Lightning logs the loss of this batch under; its own monitors read it too.
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        every = self.log_every or trainer.log_every_n_steps
+        if not every or (step + 1) % every:
+            return
         values = self.values(pl_module)
         trainer.callback_metrics.update({k: torch.tensor(v) for k, v in values.items()})
         for logger in trainer.loggers:

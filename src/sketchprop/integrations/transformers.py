@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +15,10 @@ from ._routine import SketchOptions, added_variance
 
 try:
     from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import CallbackHandler
 except ImportError as error:
     raise ImportError(
-        "sketchprop.integrations.transformers needs transformers: "
-        "pip install 'sketchprop[transformers]'"
+        "sketchprop.integrations.transformers needs transformers: pip install 'transformers[torch]'"
     ) from error
 
 __all__ = ["SampledTrainer", "SketchCallback", "added_variance"]
@@ -32,9 +33,8 @@ class SketchCallback(SketchOptions, TrainerCallback):
     ``Trainer`` saves: a resumed run needs the same callback, nothing else, and is bitwise the
     run that was not stopped.
 
-    Values join the log they belong to in ``state.log_history`` and the progress bar. Reporters
-    (TensorBoard, ...) are called before callbacks that are given to ``Trainer``; to let one see
-    them, move it behind: ``trainer.add_callback(trainer.pop_callback(TensorBoardCallback))``.
+    Values join the log they belong to: in ``state.log_history``, the progress bar and every
+    reporter (TensorBoard, ...), in whatever order the callbacks were given to ``Trainer``.
 
     A ``tuner`` is called after each step with what the model was called with, a dict:
     ``loss_fn = lambda model, batch: model(**batch).loss``.
@@ -44,6 +44,7 @@ class SketchCallback(SketchOptions, TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        _before_reporters(self)
         model = kwargs["model"]
         self.routine.begin(model, state.global_step)
         # Its entry in trainer_state.json.
@@ -83,6 +84,20 @@ class SketchCallback(SketchOptions, TrainerCallback):
         if self.tuner is not None:
             self._hook.remove()
         self.routine.end(kwargs["model"])
+
+
+def _before_reporters(callback: SketchCallback) -> None:
+    """Moves a callback to the front of its trainer's list: reporters get what it adds to a log.
+
+    ``Trainer`` calls reporters before the callbacks of its users and tells a callback nothing of
+    itself, so that the one that holds this callback is looked up among all live objects.
+    """
+    handlers = [item for item in gc.get_objects() if issubclass(type(item), CallbackHandler)]
+    for handler in handlers:
+        others = [other for other in handler.callbacks if other is not callback]
+        if len(others) < len(handler.callbacks):
+            # A new list: the old one is being walked through just now.
+            handler.callbacks = [callback, *others]
 
 
 class SampledTrainer(Trainer):

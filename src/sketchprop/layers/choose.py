@@ -16,6 +16,7 @@ from .select import (
     Layers,
     Predicate,
     Selector,
+    adapters,
     as_selector,
     blocks_of,
     everything,
@@ -93,7 +94,7 @@ def units(
         return _in_order(model, {**blocks, **layers}), as_selector(filter_fn or everything)
     blocks = blocks_of(model) if isinstance(sketch, Tokens) else {}
     if not blocks:
-        return layers, as_selector(filter_fn or ~last)
+        return layers, as_selector(filter_fn or ~(last | adapters))
     inner = {m for block in blocks.values() for m in block.modules()}
     outer = {name: layer for name, layer in layers.items() if layer not in inner}
     whole = as_selector(lambda module, name: name in blocks)

@@ -166,6 +166,18 @@ linear = Selector("linear", (~(conv | attention)).bind)
 """Linear layers: ``nn.Linear``, transformers' ``Conv1D``, and layers made ``sketchable``."""
 
 
+_ADAPTER_PARTS = {"lora_A", "lora_B", "original_module"}
+
+
+def _of_adapter(module: nn.Module, name: str) -> bool:
+    return not _ADAPTER_PARTS.isdisjoint(name.split("."))
+
+
+adapters = Selector("adapters", lambda layers: _of_adapter)
+"""What PEFT puts beside a model's layers: the factors of LoRA, of a few rows or columns and with
+nothing to save, and the unused originals of layers that it trains as copies."""
+
+
 def _end(position: int, rule: Selector) -> Callable[[Layers], Predicate]:
     def bind(layers: Layers) -> Predicate:
         picks = rule.bind(layers)
@@ -181,5 +193,6 @@ everything = Selector("everything", lambda layers: lambda module, name: True)
 first = Selector("first", _end(0, everything))
 """The first layer, which usually needs no input gradient."""
 
-last = Selector("last", _end(-1, linear))
-"""The last linear layer: in most models the head, whose gradient all others build on."""
+last = Selector("last", _end(-1, linear & ~adapters))
+"""The last linear layer, adapters aside: in most models the head, whose gradient all others build
+on."""

@@ -40,8 +40,9 @@ def sketch_(
     the first pattern that matches a layer's name decides, ``None`` leaves it exact. ``Tokens``
     takes the blocks of a transformer whole, see ``Tokens``; their layers are parts of them.
     ``filter_fn``: which layers are taken, a filter of ``sketchprop.select`` or a function
-    ``(module, name) -> bool``; by default ``~select.last``, every layer but the last linear one
-    (with a mapping: every layer that a pattern matches). A layer that is sketched already gets
+    ``(module, name) -> bool``; by default ``~(select.last | select.adapters)``, every layer
+    but the last linear one and the small factors of LoRA adapters (with a mapping: every layer
+    that a pattern matches). A layer that is sketched already gets
     the new sketch; one that is not taken stays as it is, and ``summary`` says why.
 
     ``where="faster"``: each layer times exact against sketched on its real shapes in the first

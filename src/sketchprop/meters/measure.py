@@ -127,9 +127,10 @@ class MeasureReport:
         missed = list(self.variance.missed)
         if missed:
             more = ", …" if len(missed) > 3 else ""
+            noun = "parameter" if len(missed) == 1 else "parameters"
             sentences.append(
                 f"NOT RELIABLE: the mean of the draws misses the exact gradient of {len(missed)} "
-                f"parameters ({', '.join(missed[:3])}{more}). Either a sketch is biased "
+                f"{noun} ({', '.join(missed[:3])}{more}). Either a sketch is biased "
                 "(check_unbiased tells), or most of V comes from draws too rare to be met: then V "
                 "is larger than shown."
             )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..core.enumeration import expectation
 from ..core.sampling import Uniforms
-from ..core.table import Column, Table, as_text, words
+from ..core.table import Column, Table, words
 from ..core.vjp import Vjp
 from ..layers.isolation import random_state_kept
 from ..sketches import AnySketch, Planner, Sketch, Split, Tokens
@@ -72,7 +72,8 @@ class UnbiasedReport:
         return [_entry_table(self.biased)]
 
     def __str__(self) -> str:
-        return as_text(self)
+        """The verdict, and the rows that are biased; ``tables()`` has all rows."""
+        return "\n\n".join([self.headline(), *(str(t) for t in self.biased_tables() if t.rows)])
 
 
 def _entry_table(entries: Sequence[MeanError]) -> Table:
