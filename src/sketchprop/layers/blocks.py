@@ -15,7 +15,7 @@ from ..core.cost import Size
 from ..core.sampling import Uniforms, draw_uniforms
 from ..ops.branch import RowWise, branch
 from ..ops.kept import kept_count
-from ..ops.postnorm import carried_norm
+from ..ops.postnorm import norm_branch
 from ..ops.rowwise import Chain, Dropout, Parameters, read
 from ..ops.sublayer import Projection, Rotary, attention_branch
 from ..sketches import AnySketch, Tokens
@@ -111,22 +111,31 @@ class SketchedBlock(SketchedModule):
         f, why = self._rows(mlp)
         if why:
             notes.append(f"its feed-forward part is exact: {why}")
-        y, carry = self._attend(call, tokens, f is not None, notes, uniforms)
-        if call.between is not None:
-            y = call.between(y)
+        # The norm between the branches of a block that is normalised last, taken with the second.
+        norm = None
+        if not call.norm_first and call.between is None and isinstance(f, RowWise):
+            norm, _ = self._rows(call.norms[:1], whole=True)
+        one = call.between is None and (f is not None if call.norm_first else norm is not None)
+        a, carry = self._attend(call, tokens, one and _one_draw(tokens, call.x), notes, uniforms)
         if not torch.compiler.is_compiling():
             self._note("; ".join(notes))
+        save = "input" if call.again else tokens.save
+        if norm is not None:
+            z = norm_branch(a, norm, f, tokens.budget, save=save, carry=carry, uniforms=uniforms)
+            return applied(call.norms[1:], z)
+        y = a if call.norm_first else applied(call.norms[:1], a)
+        if call.between is not None:
+            y = call.between(y)
         if f is None:
             z = y + applied(mlp, y)
             return z if call.norm_first else applied(call.norms[1:], z)
-        used = None if isinstance(f, RowWise) else parameters_of(mlp)
         z = branch(
             f,
             y,
             tokens.budget,
-            save="input" if call.again else tokens.save,
+            save=save,
             residual=True,
-            parameters=used,
+            parameters=None if isinstance(f, RowWise) else parameters_of(mlp),
             carry=carry,
             check=False,
             uniforms=uniforms,
@@ -134,28 +143,25 @@ class SketchedBlock(SketchedModule):
         return z if call.norm_first else applied(call.norms[1:], z)
 
     def _attend(
-        self, call: Anatomy, tokens: Tokens, rows: bool, notes: list[str], uniforms: Uniforms
+        self, call: Anatomy, tokens: Tokens, carries: bool, notes: list[str], uniforms: Uniforms
     ) -> tuple[Tensor, Any]:
-        """The first branch, norm and residual with it, and what it carries."""
+        """The first branch and its residual, with the norm before it, and what it carries."""
         x = call.x
         parts, why = self._read_attention(call)
         if parts is None:
             if why:
                 notes.append(why)
-            if call.norm_first:
-                return x + call.plain(applied(call.norms[:1], x)), None
-            return applied(call.norms[:1], x + call.plain(x)), None
+            return x + call.plain(applied(call.norms[:1], x) if call.norm_first else x), None
         attention = call.attention
         assert attention is not None
         projections, out, norm = parts
-        carries = rows and call.between is None and _one_draw(tokens, x)
-        a, carry = attention_branch(
+        return attention_branch(
             x,
             projections,
             out,
             heads=attention.heads,
             kv_heads=attention.kv_heads,
-            norm=norm if call.norm_first else RowWise(Chain(), ()),
+            norm=norm,
             attn_mask=attention.mask,
             dropout_p=attention.dropout_p,
             is_causal=attention.is_causal,
@@ -168,11 +174,6 @@ class SketchedBlock(SketchedModule):
             carry=carries,
             uniforms=uniforms,
         )
-        if call.norm_first:
-            return a, carry
-        if carry is None:
-            return applied(call.norms[:1], a), None
-        return carried_norm(a, norm, carry)
 
     def _read_attention(self, call: Anatomy) -> tuple[Any, str]:
         """Projections, what follows, the norm before; or why attention is not taken apart."""
@@ -188,7 +189,9 @@ class SketchedBlock(SketchedModule):
                 return None, f"{self.unread}: {changed(part)}"
             pairs.append(pair)
         out, why = self._rows(attention.out, whole=True)
-        norm, other = self._rows(call.norms[:1], whole=True)
+        norm, other = RowWise(Chain(), ()), ""
+        if call.norm_first:
+            norm, other = self._rows(call.norms[:1], whole=True)
         if out is None or norm is None:
             return None, f"{self.unread}: {why or other}"
         projections = pairs[0] if len(pairs) == 1 else tuple(pairs)
@@ -341,7 +344,8 @@ def _one_draw(tokens: Tokens, x: Tensor) -> bool:
     """Whether the rows of the feed-forward part can be drawn among the kept queries."""
     N, T = x.shape[:2]
     rows, queries = kept_count(tokens.budget, N * T), kept_count(tokens.query_budget, T)
-    return queries < T and rows < N * T and rows <= N * queries
+    # Queries are rounded in each sample and rows in the batch: equal shares may differ by that.
+    return queries < T and rows < N * T and rows - N * queries <= N / 2
 
 
 def _weight_shapes(module: nn.Module) -> list[tuple[int, int]]:

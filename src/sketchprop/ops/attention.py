@@ -13,6 +13,7 @@ from ..core.sampling import Uniforms, draw_uniforms
 from .attend import Attended, Attending, attend, attend_back, check_mask, mask_rows
 from .branch import returned
 from .kept import draw_queries, keep, kept_count, row_norms, slot_count
+from .passes import asked, one_source
 
 
 def kept_attention(
@@ -95,6 +96,7 @@ class _KeptAttention(torch.autograd.Function):
     ) -> Tensor:
         attended = attend(q, k, v, mask, how)
         ctx.how, ctx.count, ctx.uniforms = how, count, uniforms
+        ctx.tensors = (True, True, True, mask is not None, False, False, False)
         ctx.save_for_backward(q, k, v, mask, *attended)
         return attended.out
 
@@ -106,7 +108,8 @@ class _KeptAttention(torch.autograd.Function):
             G = token_rows(grad)
             samples = Samples(1, N, T)
             rank, capacity = ctx.count
-            rows, scale = draw_queries(row_norms(G), rank, capacity, ctx.uniforms, samples)
+            uniforms = one_source(ctx, grad, asked(ctx, ctx.tensors), ctx.uniforms)
+            rows, scale = draw_queries(row_norms(G), rank, capacity, uniforms, samples)
             slots = Slots.of(rows, capacity, samples)
             g = keep(G, rows, scale).values
             few = attended_rows(Attended(*rest), slots)

@@ -18,7 +18,7 @@ from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from .attend import Attended, Attending, attend, attend_back, check_mask, mask_rows
 from .attention import Slots, attended_rows, dropped_rows, token_rows
-from .branch import RowWise, as_wanted, autocast_as, autocast_now, check_save, returned
+from .branch import RowWise, added, as_wanted, autocast_as, autocast_now, check_save, returned
 from .kept import (
     Carry,
     Kept,
@@ -30,6 +30,7 @@ from .kept import (
     row_norms,
     slot_count,
 )
+from .passes import asked, one_source
 from .rowwise import Chain, Grads, KeptTape, Parameters, Pulled, Tape, Wants
 
 Projection = tuple[Tensor, Tensor | None]
@@ -167,9 +168,10 @@ class _AttentionBranch(torch.autograd.Function):
         y = plan.after.forward(token_rows(attended.out), after, tape, False)
         y = y.view(*x.shape[:-1], y.shape[-1])
         ctx.plan, ctx.autocast = plan, autocast_now(x.device.type)
+        ctx.tensors = tuple(isinstance(t, Tensor) for t in (x, mask, cos, sin, plan, *P))
         saved = (q, k, v, *attended[:2]) if plan.products else (None,) * 5
         ctx.save_for_backward(x, mask, cos, sin, *saved, attended.dropped, *P, *tape.kept)
-        y = x + y if plan.residual else y
+        y = added(x, y, plan.after) if plan.residual else y
         if not plan.carries:
             return y
         ctx.set_materialize_grads(False)
@@ -177,17 +179,18 @@ class _AttentionBranch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *carried: Tensor | None) -> Grads:
-        needs = ctx.needs_input_grad
         if grad is None:
-            return (None,) * len(needs)
+            return (None,) * len(ctx.tensors)
+        needs = asked(ctx, ctx.tensors)
+        plan = ctx.plan._replace(uniforms=one_source(ctx, grad, needs, ctx.plan.uniforms))
         count = len(needs) - 5
         x, mask, cos, sin, *rest = ctx.saved_tensors
         P = tuple(rest[6 : 6 + count])
         with torch.no_grad(), autocast_as(ctx.autocast):
             G = grad.reshape(-1, grad.shape[-1])
-            kept = _kept(ctx.plan, G, carried)
+            kept = _kept(plan, G, carried)
             turns = None if cos is None else (cos, sin)
-            back = Back(ctx.plan, G, x.reshape(-1, x.shape[-1]), kept.rows, P, turns)
+            back = Back(plan, G, x.reshape(-1, x.shape[-1]), kept.rows, P, turns)
             dX, grads = _gradients(
                 back, kept.values, mask, rest[:6], rest[6 + count :], (needs[0], *needs[5:])
             )
