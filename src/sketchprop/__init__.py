@@ -18,7 +18,7 @@ from .layers.schedule import Ladder, set_budget_
 from .layers.summary import summary
 from .layers.transform import exact, sketch_, unsketch_
 from .layers.validate import Finding, validate
-from .meters import Monitor, advise, check_unbiased, measure, plan
+from .meters import Monitor, advise, check_unbiased, measure, plan, trial
 from .ops import branch, gate, kept_attention, sketched_conv, sketched_linear
 from .sampled.loss import sampled_backward, sampled_loss
 from .sketches import (
@@ -98,6 +98,7 @@ __all__ = [
     "sketched_conv",
     "sketched_linear",
     "summary",
+    "trial",
     "unsketch_",
     "validate",
 ]

@@ -233,3 +233,18 @@ def test_an_endless_loader_is_not_drained():
             yield taken[-1]
 
     assert sp.advise(mlp(), loss_fn, endless(), minutes=0.1).batches == len(taken) == 8
+
+
+def test_a_trial_follows_where_it_is_asked_for():
+    torch.manual_seed(6)
+    model, batches = mlp(), make_batches(40)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    answer = sp.advise(model, loss_fn, batches, optimizer=optimizer, minutes=0.05, trial=0.05)
+    names = [way.name for way in answer.trial.ways]
+    assert names == ["exact", names[1], "half of the batch"]
+    assert names[1] in [option.name for option in answer.options]
+    assert f"Tried: {names[1]} is" in answer.headline()
+    assert [table.title for table in answer.tables()] == ["Candidates", "The trial"]
+    assert answer.as_dict()["trial"]["ahead"] == answer.trial.ahead
+    with pytest.raises(ValueError, match="optimizer="):
+        sp.advise(model, loss_fn, batches, trial=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from time import monotonic
 from typing import Any
@@ -18,7 +19,8 @@ from ..noise.variance import Progress
 from ..restore import restored
 from .answer import Advice, Option
 from .candidates import Candidate, candidates, live_rows, wasted
-from .meter import LEAST_PASSES, Meter, seconds_of_a_pass
+from .meter import LEAST_PASSES, Meter, check_model, seconds_of_a_pass
+from .race import trial as run_trial
 
 MOST_BATCHES = 8
 LABELS = 0.3
@@ -32,6 +34,7 @@ def advise(
     *,
     optimizer: Any = None,
     minutes: float = 2,
+    trial: float = 0,
     progress: Progress | None = None,
     seed: int = 0,
 ) -> Advice:
@@ -46,6 +49,8 @@ def advise(
     ``batches``: at least two, better eight, of a list or a loader; no more are taken.
     ``optimizer``: noise as it sees it, divided by √v̂ + ε with Adam. Ask after some hundred steps
     of training, not at the first: noise grows. ``progress`` is told the share that is done.
+    ``trial``: minutes for a short training with the optimizer afterwards, exact, with the best
+    candidate and with half of each batch, see ``trial``; the answer is ``advice.trial``.
     The model, gradients, buffers, optimizer and random state are left as they were.
 
         advice = advise(model, loss_fn, loader, optimizer=optimizer)
@@ -54,6 +59,8 @@ def advise(
     """
     start = monotonic()
     check_model(model)
+    if trial and optimizer is None:
+        raise ValueError("trial= trains for a while: give optimizer= with it")
     taken = take_batches(batches, minutes)
     end = start + 60 * minutes
     with restored(model) as buffers:
@@ -78,37 +85,35 @@ def advise(
         control = meter.half(end - monotonic())
         if progress is not None:
             progress(1.0)
-        known = {candidate.name: candidate for candidate in tried}
-        told += _told(options, meter.signal, optimizer, known)
-        measured = [option for option in options if option.change is not None]
-        if not measured:
+        if all(option.change is None for option in options):
             raise ValueError(f"nothing could be tried; {options[0].name}: {options[0].note}")
-        best = min(measured, key=lambda option: option.change or 0.0)
-        told += wasted(known[best.name], model)
-    return Advice(
-        options=tuple(options),
-        control=control,
-        signal=meter.signal,
-        live=live,
-        batches=len(taken),
-        seconds=monotonic() - start,
-        warnings=tuple(told),
-        candidates=known,
+        known = {candidate.name: candidate for candidate in tried}
+        advice = Advice(
+            options=tuple(options),
+            control=control,
+            signal=meter.signal,
+            live=live,
+            batches=len(taken),
+            seconds=monotonic() - start,
+            warnings=(),
+            candidates=known,
+        )
+        chosen = known[advice.closest.name]
+        told += _told(options, meter.signal, optimizer, known) + wasted(chosen, model)
+    advice = replace(advice, warnings=tuple(told))
+    if not trial:
+        return advice
+    found = run_trial(
+        model,
+        loss_fn,
+        batches,
+        optimizer,
+        chosen,
+        minutes=trial,
+        progress=progress,
+        seed=seed,
     )
-
-
-def check_model(model: nn.Module) -> None:
-    """Whether there is anything to measure."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise ValueError(
-            f"{type(model).__name__} has no parameter that requires a gradient; unfreeze one"
-        )
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} is on the meta device, where nothing can be measured; load "
-            "its weights first, or model.to_empty(device='cpu')"
-        )
+    return replace(advice, trial=found, seconds=monotonic() - start)
 
 
 def take_batches(batches: Iterable[Any], minutes: float) -> list[Any]:

@@ -13,6 +13,7 @@ from ...core.table import Column, Table, as_text, words
 from ..measure import plain_data
 from ..words import change_in_words, ratio, with_error
 from .candidates import Candidate
+from .trial import Trial
 
 MARGIN = 0.02
 """What a change has to gain at least, so that it is advised."""
@@ -62,12 +63,20 @@ class Advice:
     warnings: tuple[str, ...]
     candidates: Mapping[str, Candidate]
     """By the option's name: what to do."""
+    trial: Trial | None = None
+    """A short training that followed, if it was asked for."""
 
     @property
     def best(self) -> Option | None:
         """The sound option with the least change."""
         sound = [option for option in self.options if option.sound]
         return min(sound, key=_change) if sound else None
+
+    @property
+    def closest(self) -> Option:
+        """``best``, or where each drowns the gradient the one with the least change."""
+        measured = [option for option in self.options if option.change is not None]
+        return self.best or min(measured, key=_change)
 
     @property
     def pays(self) -> bool:
@@ -135,6 +144,7 @@ class Advice:
         options = [plain_data(option) for option in self.options]
         control = plain_data(self.control)
         rest = {"options": options, "control": control, "warnings": list(self.warnings)}
+        rest["trial"] = self.trial
         data: dict[str, Any] = plain_data({**answer, **measured, **rest})
         return data
 
@@ -144,7 +154,9 @@ class Advice:
             lines = [first, "", f"    {self.line}", "", f"Why: {self.reason}."]
         else:
             lines = ["Stay exact: no sketch pays here.", "", f"Why: {self.reason}."]
-        return "\n".join([*lines, *(f"Note: {text}." for text in self.warnings)])
+        notes = [f"Note: {text}." for text in self.warnings]
+        tried = [] if self.trial is None else [self.trial.headline()]
+        return "\n".join([*lines, *tried, *notes])
 
     def tables(self) -> list[Table]:
         columns = (
@@ -160,7 +172,8 @@ class Advice:
             f"bytes saved for backward. {self.batches} batches, {self.seconds:.0f} s; "
             f"‖g‖²/σ² = {self.signal:.3g}; {self.live:.0%} of the gradient's rows are not 0."
         )
-        return [Table("Candidates", columns, rows, note)]
+        own = Table("Candidates", columns, rows, note)
+        return [own, *([] if self.trial is None else self.trial.tables())]
 
     def __str__(self) -> str:
         return as_text(self)

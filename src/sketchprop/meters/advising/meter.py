@@ -160,14 +160,35 @@ def seconds_of_a_pass(model: nn.Module, loss_fn: Loss, batch: Any) -> float:
     return max(seconds, 1e-6)
 
 
-def halved(batch: Any) -> Any:
-    """The first half of the samples, by the first dimension of the first tensor."""
+def halved(batch: Any, second: bool = False) -> Any:
+    """One half of the samples, by the first dimension of the first tensor; ``None``: it has none.
+
+    >>> halved((torch.arange(4), "a name")), halved(torch.arange(5), second=True)
+    ((tensor([0, 1]), 'a name'), tensor([2, 3, 4]))
+    """
     sizes = [t.shape[0] for t in tensors_in(batch) if t.dim()]
     if not sizes or sizes[0] < 2:
         return None
+    middle = sizes[0] // 2
 
     def cut(leaf: Any) -> Any:
         mine = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == sizes[0]
-        return leaf[: sizes[0] // 2] if mine else leaf
+        if not mine:
+            return leaf
+        return leaf[middle:] if second else leaf[:middle]
 
     return tree_map(cut, batch)
+
+
+def check_model(model: nn.Module) -> None:
+    """Whether there is anything to measure."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that requires a gradient; unfreeze one"
+        )
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, where nothing can be measured; load "
+            "its weights first, or model.to_empty(device='cpu')"
+        )
