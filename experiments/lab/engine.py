@@ -12,6 +12,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,8 @@ from .sweep import Findings, Point, Run, planned_runs
 Trained = tuple["Job", list[Row]]
 Engine = Callable[[Sequence["Job"], int], Iterator[Trained]]
 Report = Callable[[float, float, str], None]
+LINE_EVERY = 20.0
+"""Seconds between two lines of progress in a file."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,10 @@ def _start_worker(parent: int) -> None:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Report]:
-    """A bar with the time left, on the error stream."""
+    """A bar with the time left, on the error stream; where that is no terminal, lines."""
+    if not sys.stderr.isatty():
+        yield _lines()
+        return
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -240,3 +246,23 @@ def progress_bar() -> Iterator[Report]:
             bar.update(line, completed=finished, total=total, description=text)
 
         yield report
+
+
+def _lines() -> Report:
+    """For a file or a pipe: a line now and then."""
+    start = last = time.monotonic()
+
+    def report(finished: float, total: float, text: str) -> None:
+        nonlocal start, last
+        now = time.monotonic()
+        if not finished:
+            start = now
+        elif now - last < LINE_EVERY and finished < total:
+            return
+        last, spent = now, now - start
+        left = f", {spent * (total / finished - 1) / 60:.0f} min left" if finished else ""
+        share = finished / total if total else 1.0
+        sys.stderr.write(f"{share:4.0%} · {text} · {spent / 60:.0f} min spent{left}\n")
+        sys.stderr.flush()
+
+    return report

@@ -84,7 +84,7 @@ class Outcome:
     @cached_property
     def curves(self) -> list[Curve]:
         """Those that are complete in at least one length of time."""
-        made = (self._curve(way, batch) for way, batch in self.contest.sides)
+        made = (self._curve(way, batch) for way, batch in self.plan.sides)
         return [curve for curve in made if curve is not None]
 
     def _curve(self, way: Way, batch: int) -> Curve | None:

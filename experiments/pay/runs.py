@@ -9,17 +9,15 @@ from pathlib import Path
 
 from torch import nn
 
-from sketchprop.tuning.rule import LADDER
-
 from ..lab import ExperimentError
 from ..lab.checkpoints import Checkpoints
 from ..lab.engine import Job
 from ..lab.problem import Problem
 from ..lab.store import Row
 from ..lab.sweep import Cell, Findings, Run
-from ..lab.trainer import outputs
+from ..lab.trainer import Trainer, outputs
 from ..tasks.table import TASKS, Task
-from .ways import EXACT, TunedSteps, Way, find_way
+from .ways import CONTROLS, EXACT, Way, find_way
 
 FIRST = (1, 2, 3)
 """The places of the rates that are tried first; of the two beside them one may follow."""
@@ -65,28 +63,31 @@ class TimedCell(Cell):
         return [self._train(run, checkpoints) for run in runs]
 
     def _train(self, run: Run, checkpoints: Checkpoints | None) -> Findings:
-        problem, task, seconds = self.problem_of(), _task(self.task), [0.0]
+        trainer, second = self.trainer(run)
+        found = trainer.train(checkpoints.of(run.identity) if checkpoints else None)
+        story = getattr(trainer.control, "story", [])
+        return {**found, "steps": trainer.steps, "second": second[0], "story": story}
+
+    def trainer(self, run: Run) -> tuple[Trainer, list[float]]:
+        """The run, and where its second score will be."""
+        problem, task, second = self.problem_of(), _task(self.task), [0.0]
 
         def evaluate(model: nn.Module) -> tuple[float, float]:
             if not self.tested:
                 return problem.score(*outputs(model, problem.validation())), 0.0
             found = outputs(model, problem.test()[:: self.thin])
-            seconds[0] = task.second(*found) if task.second else 0.0
+            second[0] = task.second(*found) if task.second else 0.0
             return 0.0, problem.score(*found)
 
-        way = find_way(self.way)
-        control = None
+        way, control = find_way(self.way), None
         if way.control:
-            costs = dict(zip(LADDER, self.costs, strict=True))
-            control = partial(TunedSteps, problem=problem, costs=costs)
+            control = partial(CONTROLS[way.control], problem=problem, costs=self.costs)
         end = round(self.time) if way.control else self.steps
-        trainer = problem.trainer(
+        made = problem.trainer(
             run.learning_rate, run.seed, [end], self.sketch, decay=True, evaluate=evaluate,
             control=control,
         )  # fmt: skip
-        found = trainer.train(checkpoints.of(run.identity) if checkpoints else None)
-        story = trainer.control.story if isinstance(trainer.control, TunedSteps) else []
-        return {**found, "steps": trainer.steps, "second": seconds[0], "story": story}
+        return made, second
 
     def cost(self, runs: int) -> float:
         return runs * self.time
@@ -113,7 +114,7 @@ class Contest:
     length: int = 0
     """The whole time, in exact steps at the middle batch size."""
     batches: tuple[int, ...] = ()
-    """Sizes for exact training and kept tokens; the middle one is that of all other ways."""
+    """Sizes that exact training and kept tokens try; time is counted in steps at the middle one."""
     rates: tuple[float, ...] = ()
     ways: tuple[str, ...] = (EXACT, "tokens-0.3", "tokens-0.2", "rows-0.3", "tuner")
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
@@ -143,13 +144,10 @@ class Contest:
         return self
 
     @property
-    def sides(self) -> list[tuple[Way, int]]:
-        """Each way with each batch size it has."""
-        return [
-            (way, size)
-            for way in map(find_way, self.ways)
-            for size in (self.batches if way.sizes else (self.middle,))
-        ]
+    def kinds(self) -> list[tuple[str, int]]:
+        """Sketches and batch sizes whose steps are to be timed."""
+        sketches = [sketch for name in self.ways for sketch in find_way(name).timed]
+        return [(sketch, size) for sketch in dict.fromkeys(sketches) for size in self.batches]
 
     def cell(
         self, way: Way, batch: int, share: float, costs: Mapping[str, float], tested: int
@@ -170,6 +168,19 @@ class Plan:
     """Of a step of a sketch at a batch size, over an exact one at the middle size."""
     scores: Mapping[str, float]
     """On validation data, by the identity of runs."""
+
+    @property
+    def sides(self) -> list[tuple[Way, int]]:
+        """Each way with each batch size it has, as far as these are known."""
+        if not self.contest.trained:
+            return []
+        best = self.best_batch(find_way(EXACT))
+        own = () if best is None else (best,)
+        return [
+            (way, size)
+            for way in map(find_way, self.contest.ways)
+            for size in (self.contest.batches if way.sizes else own)
+        ]
 
     def tried(self, way: Way, batch: int) -> list[Run]:
         """Those that choose the rate: three, and one more where the best is at an edge."""
@@ -193,7 +204,9 @@ class Plan:
 
     def best_batch(self, way: Way) -> int | None:
         """The size that did best on validation data; ``None`` while it is not known."""
-        found = {size: self.chosen(way, size) for w, size in self.contest.sides if w == way}
+        if not way.sizes:
+            return self.best_batch(find_way(EXACT))
+        found = {size: self.chosen(way, size) for size in self.contest.batches}
         known = {size: self.scores[run.identity] for size, run in found.items() if run}
         return max(known, key=lambda size: known[size]) if len(known) == len(found) else None
 
@@ -214,11 +227,10 @@ class Plan:
 
     def runs(self) -> Iterator[Run]:
         """All that can be told by now: seed by seed, so that what is known is balanced."""
-        every = self.contest.sides if self.contest.trained else []
-        for way, batch in every:
+        for way, batch in self.sides:
             yield from self.tried(way, batch)
         for place in range(len(self.contest.seeds)):
-            for way, batch in every:
+            for way, batch in self.sides:
                 for share in sorted(self.shares(way, batch), reverse=True):
                     yield from self.reported(way, batch, share)[place : place + 1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,19 +23,26 @@ from ..lab.pages import read_json, write_csv, write_json
 from ..lab.store import Store, read_rows, write_table
 from ..lab.study import Study, schema_of
 from ..lab.sweep import checked
-from ..tasks.table import TASKS
-from .outcome import Curve, Outcome
+from ..tasks.table import TASKS, Task
+from .earnest import run_in_earnest
+from .outcome import LEVEL, Curve, Outcome, Ratio
 from .runs import FINDINGS, Contest, Plan, TimedCell, missing_jobs
-from .times import measure_times
-from .ways import EXACT, NONZERO
+from .times import measure_memory, measure_times, missing_kinds
+from .ways import EXACT, TUNER, Way, find_way
 
 SCHEMA = schema_of(TimedCell(), FINDINGS, ("task", "way", "batch", "time"))
-TIMES = "times.json"
+TIMES, EARNEST = "times.json", "earnest.json"
+PREDICTED = Path("docs/results/advise/summary.csv")
 NOISE = Path("docs/results/tokens-noise")
 GOALS = {"yields": 0.70, "sst2": 0.90, "mrpc": 0.90, "vit": 0.75, "gpt": 1.03,
          "sst2-padded": 0.65}  # fmt: skip
 """Time to equal quality that was wanted: of kept tokens; gpt: of the tuner; sst2-padded: of a
 step."""
+
+
+FOR_THE_TUNER = ("gpt",)
+NOTES: dict[str, str] = {}
+"""What explains a result, by task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +55,12 @@ class PayStudy(Study):
             "--times",
             action="store_true",
             help="only time the steps, which needs a quiet machine, and replace stored times",
+        )
+        add(
+            "--earnest",
+            action="store_true",
+            help="then run each task's winner and its control in turns and count seconds, which "
+            "needs a quiet machine",
         )
         add("--seconds", type=float, default=120.0, help="how long steps of a task are timed (120)")
         add("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: in this one")
@@ -78,14 +92,19 @@ class PayStudy(Study):
                 return 0
         stored = [c for c in every if (out / c.task / TIMES).is_file()]
         outcomes = {c.task: _outcome(c, out) for c in stored}
+        if options.earnest:
+            for contest in asked:
+                _earnest(outcomes[contest.task], out / contest.task, options.quiet)
         written = [write_csv(out / "summary.csv", summary(outcomes, out)), *_draw(outcomes, out)]
         return self.finish(written, out, {"preset": name, **_facts(outcomes, out)})
 
     def _do(self, contest: Contest, folder: Path, options: argparse.Namespace) -> None:
         """Times what was not timed, trains what was not trained."""
-        if options.times or not (folder / TIMES).is_file():
-            measured = measure_times(contest, options.seconds, options.quiet)
-            write_json(folder / TIMES, measured)
+        stored = (folder / TIMES).is_file() and not options.times
+        known = read_json(folder / TIMES) if stored else {}
+        if missing_kinds(contest, known):
+            known = measure_times(contest, known, options.seconds, options.quiet)
+        write_json(folder / TIMES, {**known, "saved": measure_memory(contest, known)})
         if options.times:
             return
         costs = read_json(folder / TIMES)["costs"]
@@ -97,6 +116,14 @@ class PayStudy(Study):
             missing = partial(missing_jobs, contest, costs)
             run_sweep(missing, store, ENGINES[options.engine], options.workers, report)
             write_table(store.rows(), folder, SCHEMA)
+
+
+def _earnest(outcome: Outcome, folder: Path, quiet: bool) -> None:
+    """Where there is a winner, the clock is asked too."""
+    best = _best(outcome)
+    if best is not None and best[1].value <= 1:
+        found = run_in_earnest(outcome, best[0], best[1].value, quiet)
+        write_json(folder / EARNEST, found)
 
 
 def _plan(contest: Contest, costs: Mapping[str, float], folder: Path) -> str:
@@ -112,7 +139,7 @@ def _plan(contest: Contest, costs: Mapping[str, float], folder: Path) -> str:
 
 def _all_chosen(contest: Contest, costs: Mapping[str, float], rows: Sequence[Any]) -> bool:
     plan = Plan(contest, costs, {row["run"]: row["validation_accuracy"] for row in rows})
-    return all(plan.chosen(way, batch) for way, batch in contest.sides)
+    return all(plan.best_batch(find_way(name)) is not None for name in contest.ways)
 
 
 def _outcome(contest: Contest, out: Path) -> Outcome:
@@ -183,22 +210,89 @@ def _panel(panel: Any, outcome: Outcome) -> None:
 
 
 def _facts(outcomes: Mapping[str, Outcome], out: Path) -> dict[str, Any]:
-    parts = []
-    for task, outcome in outcomes.items():
-        times = read_json(out / task / TIMES)
-        base = times["seconds"][f"/{outcome.contest.middle}"]
-        parts.append({
-            "task": TASKS[task], "contest": outcome.contest, "times": times, "goal": GOALS[task],
-            "seconds": base * outcome.contest.length, "outcome": outcome,
-            "lines": [_line(outcome, curve) for curve in outcome.curves],
-            "best": _best(outcome), "control": outcome.control,
-            "tuned": [_tuned(outcome, way.label, way, batch)
-                      for way, batch in outcome.contest.sides if outcome.contest.trained],
-        })  # fmt: skip
-    return {"parts": parts, "nonzero": NONZERO}
+    parts = [_part(TASKS[task], outcome, out / task) for task, outcome in outcomes.items()]
+    return {"parts": parts, "level": LEVEL, "noise_page": "../tokens-noise"}
 
 
-def _best(outcome: Outcome) -> tuple[Curve, Any] | None:
+def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
+    """What the page says of a task."""
+    contest, times = outcome.contest, read_json(folder / TIMES)
+    facts = {
+        "task": task, "anchor": task.name, "contest": contest, "times": times,
+        "seconds": times["seconds"][f"/{contest.middle}"] * contest.length,
+        "predicted": _predicted(task.name),
+    }  # fmt: skip
+    if not contest.trained:
+        way = find_way(contest.ways[-1])
+        key = f"{way.sketch}/{contest.middle}"
+        quartiles = " - ".join(f"{q:.2f}" for q in times["quartiles"][key])
+        step = f"{times['costs'][key]:.2f}"
+        memory = _memory(times, way.sketch)
+        return {**facts, "step": step, "quartiles": quartiles, "memory": memory,
+                "goal": GOALS[task.name]}  # fmt: skip
+    shown = _shown(outcome)
+    shares = [f"{share:g} T" for share in contest.shares]
+    return {
+        **facts,
+        **(_headline(outcome, *shown, folder) if shown else dict.fromkeys(HEADLINE, "-")),
+        "goal": f"≤ {GOALS[task.name]:.2f}",
+        "header": ["way", "rate", "steps", "step", "V/σ²", *shares, "time to equal quality"],
+        "lines": [_line(outcome, curve) for curve in outcome.curves],
+        "tuned": [_tuned(outcome, way, batch) for way, batch in outcome.plan.sides],
+        "note": NOTES.get(task.name, ""),
+    }  # fmt: skip
+
+
+HEADLINE = ("winner", "ratio", "step", "noise", "memory", "earnest")
+
+
+def _headline(outcome: Outcome, curve: Curve, ratio: Ratio, folder: Path) -> dict[str, str]:
+    noise = noise_of(outcome.contest.task, curve.way.sketch)
+    return {
+        "winner": curve.way.label,
+        "ratio": ratio.text(),
+        "step": f"{outcome.cost(curve):.2f}",
+        "noise": "" if noise is None or curve.way.control else f"{noise[0]:.2g} - {noise[1]:.2g}",
+        "memory": _memory(read_json(folder / TIMES), curve.way.sketch),
+        "earnest": _by_clock(folder),
+    }
+
+
+def _shown(outcome: Outcome) -> tuple[Curve, Ratio] | None:
+    """The winner; on a task that is there for the tuner, the tuner."""
+    if outcome.contest.task not in FOR_THE_TUNER:
+        return _best(outcome)
+    found = [c for c in outcome.curves if c.way.control == TUNER]
+    ratio = outcome.ratio(found[0]) if found else None
+    return (found[0], ratio) if ratio else None
+
+
+def _memory(times: Mapping[str, Any], sketch: str) -> str:
+    saved = times.get("saved", {})
+    return f"{saved[sketch] / saved['']:.2f}" if sketch in saved else ""
+
+
+def _by_clock(folder: Path) -> str:
+    """Seconds over the control's seconds, for the very share of the time that was counted."""
+    if not (folder / EARNEST).is_file():
+        return ""
+    found = read_json(folder / EARNEST)
+    return f"{found['ratio']:.2f} (counted {found['share']:.2f})"
+
+
+def _predicted(task: str) -> str:
+    """What ``advise`` said of the task before anything was trained."""
+    if not PREDICTED.is_file():
+        return ""
+    with PREDICTED.open(newline="", encoding="utf-8") as file:
+        found = {row["task"]: row for row in csv.DictReader(file)}
+    if task not in found:
+        return ""
+    row = found[task]
+    return f"{float(row['change']):.2f}, `{row['line']}`" if row["line"] else "stay exact"
+
+
+def _best(outcome: Outcome) -> tuple[Curve, Ratio] | None:
     """The sketched way that is soonest as good as the control, and how soon."""
     found = [
         (curve, ratio)
@@ -208,13 +302,13 @@ def _best(outcome: Outcome) -> tuple[Curve, Any] | None:
     return min(found, key=lambda pair: (pair[1].value, -pair[0].last)) if found else None
 
 
-def _tuned(outcome: Outcome, label: str, way: Any, batch: int) -> list[str]:
+def _tuned(outcome: Outcome, way: Way, batch: int) -> list[str]:
     """The rates that were tried and how they did."""
     cells = []
     for run in outcome.plan.tried(way, batch):
         score = outcome.plan.scores.get(run.identity)
         cells.append(f"{run.learning_rate:g}: {'-' if score is None else f'{score:.4g}'}")
-    return [label, str(batch), "; ".join(cells)]
+    return [way.label, str(batch), "; ".join(cells)]
 
 
 def _line(outcome: Outcome, curve: Curve) -> list[str]:

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from experiments.lab.problem import trajectory
-from experiments.lab.trainer import Trainer
+from experiments.lab.trainer import Trainer, outputs
 from experiments.tasks import files, texts
 from experiments.tasks.models import tiny_encoder
-from experiments.lab.trainer import outputs
 from experiments.tasks.scores import f1, negative_loss, r_squared
 from experiments.tasks.table import TASKS
 from sketchprop.data import VARIABLE, DataError
