@@ -169,6 +169,7 @@ class SketchedBlock(SketchedModule):
             scale=attention.scale,
             queries=tokens.query_budget,
             keys=tokens.key_budget,
+            capacity=tokens.capacity,
             save=tokens.save,
             residual=True,
             carry=carries,

@@ -15,6 +15,8 @@ from .base import as_call
 from .rows import Rows
 
 SAVES = ("activations", "input")
+ROOM = 1.25
+"""Most queries of one sample, as a multiple of the even share."""
 
 
 def default_queries(budget: float | int) -> float:
@@ -79,6 +81,17 @@ class Tokens:
     def key_budget(self) -> float | int:
         """Kept rows of K and V."""
         return default_keys(self.budget) if self.keys is None else self.keys
+
+    @property
+    def capacity(self) -> float:
+        """Most queries of one sample, over the even share: room for a sample that matters more.
+
+        At least the room that the default number of queries would have: where fewer are asked for
+        the rows are drawn among them, and a tight bound would hold for the rows too.
+        """
+        fewest = default_queries(self.budget)
+        few = isinstance(self.query_budget, float) and self.query_budget < fewest
+        return ROOM * fewest / self.query_budget if few else ROOM
 
     @property
     def rest(self) -> Rows:
