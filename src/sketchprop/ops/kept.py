@@ -129,7 +129,9 @@ def _capped(norms: Tensor, rank: int, capacity: int) -> Tensor:
 
 def keep(G: Tensor, index: Tensor, scale: Tensor) -> Kept:
     """The rows ``index`` of G, each divided by its p."""
-    return Kept(index, scaled(G.index_select(0, index), scale.unsqueeze(-1)))
+    few, scale = G.index_select(0, index), scale.unsqueeze(-1)
+    narrow = solve_dtype(G) != G.dtype  # then 1/p itself may not fit
+    return Kept(index, scaled(few, scale) if narrow else few.mul_(scale.to(G.dtype)))
 
 
 def keep_among(kept: Kept, rank: int, uniforms: Uniforms) -> Kept:
