@@ -58,7 +58,7 @@ def main() -> None:
         _show_rows("Time of an import in a fresh process", rows)
     elif args.command == "peak":
         names = [n for n in peak.MODELS if args.only.lower() in n.lower()]
-        found, shares = peak.peaks(names, args.small)
+        found, shares = peak.peaks(names, args.small, tuple(args.methods))
         extras = {"rows": found, "shares": shares}
     else:
         names = [n for n in models.MODELS if args.only.lower() in n.lower()]
@@ -163,6 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     kept.add_argument("--steps", type=int, default=3, help="of a profile")
     most = commands.add_parser("peak", parents=[common], help="peak memory and largest batch")
     most.add_argument("--only", default="", help="models whose name contains this")
+    most.add_argument("--methods", nargs="+", choices=peak.METHODS, default=peak.METHODS)
     most.add_argument("--small", action="store_true", help="with a sixteenth of the batch")
     commands.add_parser("import", parents=[common], help="what importing sketchprop adds")
     commands.add_parser("page", help="docs/results/speed.md from the stored results")

@@ -260,6 +260,16 @@ def test_router_losses_of_a_mixture_keep_their_gradient() -> None:
     assert sp.check_unbiased(model, router_loss, ids, draws=60).ok
 
 
+def test_experts_are_counted_as_often_as_a_token_meets_one() -> None:
+    model = sp.sketch_(model_of("Mixtral"), Tokens(0.25))
+    lines = {layer.name: layer for layer in sp.summary(model, 64).layers}
+    assert lines["model.layers.0.mlp.experts"].kept == 0.25
+    block = blocks(model)[0]
+    found = [s for s in block.sizes(block, 64) if s.B == 128]
+    hidden, width = block.mlp.experts.intermediate_dim, block.mlp.experts.hidden_dim
+    assert [(s.n, s.d) for s in found] == [(2 * hidden, width), (width, hidden)]
+
+
 @pytest.mark.parametrize(
     ("name", "targets"),
     [

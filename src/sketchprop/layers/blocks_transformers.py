@@ -358,7 +358,11 @@ class _Decoder(_TransformersBlock):
 class _Mixtral(_Decoder):
     """A mixture of experts: they run again on the kept tokens."""
 
-    left = "experts run again on the kept rows; they are not in these FLOPs"
+    left = "experts run again on the kept rows, which is not in these FLOPs"
+
+    @classmethod
+    def times(cls, layer: Any, name: str) -> int:
+        return int(layer.mlp.top_k) if name == "mlp.experts" else 1
 
     def anatomy(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Anatomy | str:
         call = super().anatomy(hidden_states, *args, **options)

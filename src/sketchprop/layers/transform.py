@@ -128,12 +128,26 @@ def units(
         blocks = blocks_of(model) if given else {}
         return _in_order(model, {**blocks, **layers}), as_selector(filter_fn or everything)
     blocks = blocks_of(model) if isinstance(sketch, Tokens) else {}
+    if isinstance(sketch, Tokens):
+        _refuse_sharded(model)
     if not blocks:
         return layers, as_selector(filter_fn or ~last)
     inner = {m for block in blocks.values() for m in block.modules()}
     outer = {name: layer for name, layer in layers.items() if layer not in inner}
     whole = as_selector(lambda module, name: name in blocks)
     return _in_order(model, {**blocks, **outer}), as_selector(filter_fn or whole)
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        kind = type(module)
+        parents = [p for p in kind.__mro__[1:] if issubclass(p, nn.Module) and block_class(p)]
+        shards = any(parent.__name__ == "FSDPModule" for parent in kind.__mro__)
+        if parents and shards and not issubclass(kind, SketchedBlock):
+            raise ValueError(
+                f"{name!r} is a {parents[0].__name__} that fully_shard has wrapped, and kept "
+                "tokens do not know it any more; call sketch_ first, then fully_shard"
+            )
 
 
 def _in_order(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
