@@ -64,6 +64,8 @@ class Anatomy(NamedTuple):
     between: Callable[[Tensor], Tensor] | None = None
     again: bool = False
     """Whether the feed-forward part has to run again from its input: mixtures of experts."""
+    apart: str = ""
+    """Why ``attention`` is not given."""
 
 
 class SketchedBlock(SketchedModule):
@@ -180,7 +182,7 @@ class SketchedBlock(SketchedModule):
         """Projections, what follows, the norm before; or why attention is not taken apart."""
         attention = call.attention
         if attention is None:
-            return None, ""
+            return None, f"{self.unread}: {call.apart}" if call.apart else ""
         if attention.module is not None and hooked(attention.module):
             return None, f"its attention is exact: {changed(attention.module)}"
         pairs: list[Projection] = []
