@@ -19,7 +19,7 @@ import torch
 from sketchprop.cli.show import show as show_tables
 from sketchprop.core.table import Column, Table, words
 
-from . import imports, layers, models, peak, tokens
+from . import imports, layers, models, peak, profile, tokens
 from .page import write_page
 from .results import FOLDER, Line, plot, save, show
 from .timing import restart_pinned
@@ -34,7 +34,7 @@ def main() -> None:
         restart_pinned(args.allocator)
     torch.set_num_threads(args.threads)
     command = "python -m benchmarks " + shlex.join(sys.argv[1:])
-    name = f"{args.command}-{args.threads}-thread{'s' * (args.threads > 1)}"
+    name = f"{args.command}{_kind(args)}-{args.threads}-thread{'s' * (args.threads > 1)}"
     output = args.output or FOLDER / f"{name}.json"
     title = f"{args.command}: time over exact, {args.threads} thread(s), {args.allocator} allocator"
     extras: dict[str, object] = {}
@@ -51,15 +51,14 @@ def main() -> None:
         names = [n for n in models.MODELS if args.only.lower() in n.lower()]
         lines = list(models.models(names, args.budgets, args.seconds, args.compile))
     elif args.command == "tokens":
-        names = [n for n in tokens.MODELS if args.only.lower() in n.lower()]
-        lines = list(tokens.tokens(names, args.seconds, args.compile))
+        lines, extras = _tokens(args)
     elif args.command == "import":
         rows = imports.imports(args.seconds)
         extras = {"rows": rows, "target": f"{imports.TARGET_SECONDS:g} s added"}
         _show_rows("Time of an import in a fresh process", rows)
     elif args.command == "peak":
         names = [n for n in peak.MODELS if args.only.lower() in n.lower()]
-        found, shares = peak.peaks(names, args.small)
+        found, shares = peak.peaks(names, args.small, tuple(args.methods))
         extras = {"rows": found, "shares": shares}
     else:
         names = [n for n in models.MODELS if args.only.lower() in n.lower()]
@@ -77,9 +76,35 @@ def main() -> None:
         print(f"picture: {picture}")  # noqa: T201
 
 
+def _kind(args: argparse.Namespace) -> str:
+    """Compiled models are lines beside others; on kept tokens they are a table of their own."""
+    words_of = ("compile", "profile") if args.command == "tokens" else ()
+    return "".join(f"-{word}" for word in words_of if getattr(args, word))
+
+
+def _tokens(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
+    names = [n for n in tokens.MODELS if args.only.lower() in n.lower()]
+    if not args.profile:
+        run = tokens.compiled if args.compile else tokens.tokens
+        return list(run(names, args.seconds)), {}
+    found = profile.profiles(names, args.steps)
+    _show_rows("Shares of the exact step, by operation", found, PROFILE)
+    return [], {"rows": found}
+
+
 MEMORY = (
     *(words("model"), words("allocator"), Column("exact_ms", ".4g"), Column("sketched_ms", ".4g")),
     *(Column("ratio", ".4g"), Column("page_faults", ",.0f"), Column("peak_mb", ",.0f")),
+)
+
+PROFILE = (
+    *(words("model"), words("budgets"), words("operations")),
+    *(
+        Column(f"{kind} {way}", ".3f")
+        for kind in ("exact", "kept")
+        for way in ("forward", "backward")
+    ),
+    Column("above the floor", ".3f"),
 )
 
 
@@ -132,9 +157,13 @@ def _parser() -> argparse.ArgumentParser:
             model.add_argument("--compile", action="store_true", help="compiled steps too")
     kept = commands.add_parser("tokens", parents=[common], help="training steps on kept tokens")
     kept.add_argument("--only", default="", help="models whose name contains this")
-    kept.add_argument("--compile", action="store_true", help="compiled steps too")
+    how = kept.add_mutually_exclusive_group()
+    how.add_argument("--compile", action="store_true", help="compiled steps instead")
+    how.add_argument("--profile", action="store_true", help="what is left above the floor instead")
+    kept.add_argument("--steps", type=int, default=3, help="of a profile")
     most = commands.add_parser("peak", parents=[common], help="peak memory and largest batch")
     most.add_argument("--only", default="", help="models whose name contains this")
+    most.add_argument("--methods", nargs="+", choices=peak.METHODS, default=peak.METHODS)
     most.add_argument("--small", action="store_true", help="with a sixteenth of the batch")
     commands.add_parser("import", parents=[common], help="what importing sketchprop adds")
     commands.add_parser("page", help="docs/results/speed.md from the stored results")

@@ -6,7 +6,7 @@ A block's class says in ``anatomy`` what one call is made of; how it is run is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,8 @@ class Anatomy(NamedTuple):
     between: Callable[[Tensor], Tensor] | None = None
     again: bool = False
     """Whether the feed-forward part has to run again from its input: mixtures of experts."""
+    apart: str = ""
+    """Why ``attention`` is not given."""
 
 
 class SketchedBlock(SketchedModule):
@@ -169,6 +171,7 @@ class SketchedBlock(SketchedModule):
             scale=attention.scale,
             queries=tokens.query_budget,
             keys=tokens.key_budget,
+            capacity=tokens.capacity,
             save=tokens.save,
             residual=True,
             carry=carries,
@@ -179,7 +182,7 @@ class SketchedBlock(SketchedModule):
         """Projections, what follows, the norm before; or why attention is not taken apart."""
         attention = call.attention
         if attention is None:
-            return None, ""
+            return None, f"{self.unread}: {call.apart}" if call.apart else ""
         if attention.module is not None and hooked(attention.module):
             return None, f"its attention is exact: {changed(attention.module)}"
         pairs: list[Projection] = []
@@ -243,8 +246,9 @@ class SketchedBlock(SketchedModule):
         cls, layer: nn.Module, rows: int, from_below: bool = True, trains: bool = True
     ) -> tuple[Size, ...]:
         found: tuple[Size, ...] = ()
-        for _, module, role in cls.parts(layer):
-            found += cls.sizes_of(module, role, rows, from_below, trains)
+        for name, module, role in cls.parts(layer):
+            often = cls.times(layer, name)
+            found += cls.sizes_of(module, role, rows * often, from_below, trains)
         return found
 
     @classmethod
@@ -275,6 +279,11 @@ class SketchedBlock(SketchedModule):
                 known = [role for start, role in cls.roles if name.startswith(start)]
                 found.append((name, module, known[0] if known else "rows"))
         return found
+
+    @classmethod
+    def times(cls, layer: nn.Module, name: str) -> int:
+        """How often a row passes through a module of the block: more than once with experts."""
+        return 1
 
     @classmethod
     def left_exact(cls, layer: nn.Module, sketch: AnySketch) -> str:
@@ -357,9 +366,15 @@ def _weight_shapes(module: nn.Module) -> list[tuple[int, int]]:
         return [(E, E), (E, module.kdim or E), (E, module.vdim or E)]
     if isinstance(module, nn.Linear):
         return [(module.out_features, module.in_features)]
+    if hasattr(module, "num_experts"):  # a stack of matrices, of which a row meets a few
+        return [(p.shape[1], p.shape[2]) for p in module._parameters.values() if _stacks(p)]
     if hasattr(module, "nf") and hasattr(module, "nx"):  # transformers' Conv1D
         return [(int(module.nf), int(module.nx))]  # type: ignore[arg-type]
     return []
+
+
+def _stacks(parameter: Tensor | None) -> TypeGuard[Tensor]:
+    return parameter is not None and parameter.dim() == 3
 
 
 def _matrices(module: nn.Module, role: str) -> Iterable[tuple[int, int, str]]:

@@ -99,5 +99,6 @@ def _kept_attention(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         queries=module.kept_tokens.query_budget,
+        capacity=module.kept_tokens.capacity,
     )
     return out.transpose(1, 2).contiguous(), None

@@ -14,6 +14,7 @@ from ..core.checks import TENSOR_PARALLEL
 from ..sketches import AnySketch, Planner, Rows, RowSketch, Split, Tokens
 from .blocks import SketchedBlock
 from .choose import Choice, Filter, choose, known_class
+from .known import block_class
 from .select import blocks_of
 
 TINY = 3e7
@@ -69,6 +70,7 @@ def findings(model: nn.Module, choice: Choice, rows: int | None = None) -> tuple
     found = [
         *(Finding("error", name, text) for name, text in choice.problems),
         *_tensor_parallel(model, choice),
+        *_sharded_blocks(model, choice),
         *_mixed_samples(model, choice),
         *_left_exact(choice),
         *_in_eval_mode(model, choice),
@@ -125,6 +127,22 @@ def _made_whole_in_forward(model: nn.Module) -> set[Tensor]:
     if kind is None:
         return set()
     return {p for m in model.modules() if isinstance(m, kind) for p in m.parameters()}
+
+
+def _sharded_blocks(model: nn.Module, choice: Choice) -> Iterator[Finding]:
+    """``fully_shard`` gives a block another class, which kept tokens do not know."""
+    if not any(isinstance(sketch, Tokens) for _, sketch in _taken(choice).values()):
+        return
+    for name, module in model.named_modules():
+        kind = type(module)
+        parents = [p for p in kind.__mro__[1:] if issubclass(p, nn.Module) and block_class(p)]
+        shards = any(parent.__name__ == "FSDPModule" for parent in kind.__mro__)
+        if parents and shards and not issubclass(kind, SketchedBlock):
+            text = (
+                f"a {parents[0].__name__} that fully_shard has wrapped, and kept tokens do not "
+                "know it any more"
+            )
+            yield Finding("error", name, text, "call sketch_ first, then fully_shard")
 
 
 def _mixed_samples(model: nn.Module, choice: Choice) -> Iterator[Finding]:

@@ -124,7 +124,7 @@ class _Branch(torch.autograd.Function):
     ) -> Tensor:
         tape = Tape(settings.save == "activations")
         y = chain.forward(x.reshape(-1, x.shape[-1]), P, tape, False)
-        y = y.view(*x.shape[:-1], y.shape[-1])
+        y = shaped(y, x, chain)
         remember(ctx, x, index, settings, P)
         ctx.chain = chain
         ctx.kept = len(tape.kept)
@@ -284,6 +284,13 @@ def _scattered(ctx: Any, dX: Tensor, index: Tensor, grad: Tensor, x: Tensor) -> 
     rows = x.numel() // x.shape[-1]
     zeros = torch.zeros(rows, x.shape[-1], dtype=x.dtype, device=x.device)
     return zeros.index_copy_(0, index, dX.to(x.dtype)).view(x.shape)
+
+
+def shaped(y: Tensor, x: Tensor, chain: Chain) -> Tensor:
+    """Rows y as ``[*, n]``; no view, which what follows could not change in place, if y is new."""
+    shape = [*x.shape[:-1], y.shape[-1]]
+    out: Tensor = torch.ops.aten._unsafe_view(y, shape) if chain.steps else y.view(shape)
+    return out
 
 
 def added(x: Tensor, y: Tensor, chain: Chain) -> Tensor:

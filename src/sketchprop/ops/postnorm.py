@@ -19,6 +19,7 @@ from .branch import (
     drawn,
     remember,
     returned,
+    shaped,
 )
 from .kept import Carry, kept_count
 from .passes import asked, one_source
@@ -70,18 +71,21 @@ class _NormBranch(torch.autograd.Function):
     ) -> Tensor:
         norm, f = chains
         tape = Tape(settings.save == "activations")
-        y = norm.forward(a.reshape(-1, a.shape[-1]), P[: norm.count], Tape(False), True)
-        z = added(y, f.forward(y, P[norm.count :], tape, False), f)
         remember(ctx, a, index, settings, P)
-        ctx.chains, ctx.kept = chains, len(tape.kept)
+        # Autocast runs a norm in a precision that torch's own function alone chooses.
+        moments = Tape(False, moments=ctx.autocast is None)
+        y = norm.forward(a.reshape(-1, a.shape[-1]), P[: norm.count], moments, True)
+        z = added(y, f.forward(y, P[norm.count :], tape, False), f)
+        ctx.chains, ctx.kept = chains, (len(moments.kept), len(tape.kept))
         ctx.dtype = None if correction is None else correction.dtype
-        ctx.save_for_backward(a, *tape.kept, *P)
-        return z.view(*a.shape[:-1], z.shape[-1])
+        ctx.save_for_backward(a, *moments.kept, *tape.kept, *P)
+        return shaped(z, a, f)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Grads:
         a, *rest = ctx.saved_tensors
-        tensors, P = rest[: ctx.kept], tuple(rest[ctx.kept :])
+        few, count = ctx.kept
+        moments, tensors, P = rest[:few], rest[few : few + count], tuple(rest[few + count :])
         norm, f = ctx.chains
         first, last = P[: norm.count], P[norm.count :]
         with torch.no_grad(), autocast_as(ctx.autocast):
@@ -89,20 +93,20 @@ class _NormBranch(torch.autograd.Function):
             below = (needs[0], *needs[5 : 5 + norm.count])
             A, G = (t.reshape(-1, t.shape[-1]) for t in (a, grad))
             kept, carried = drawn(ctx, G, one_source(ctx, grad, needs, ctx.settings.uniforms))
-            few = [t.index_select(0, kept.rows) for t in (A, *tensors)]
-            tape = KeptTape(ctx.settings.save == "activations", iter(few[1:]))
-            _, pull = f.again(norm.forward(few[0], first, Tape(False), True), last, tape, False)
+            Y = norm.forward(A.index_select(0, kept.rows), first, Tape(False), True)
+            some = iter([t.index_select(0, kept.rows) for t in tensors])
+            _, pull = f.again(Y, last, KeptTape(ctx.settings.save == "activations", some), False)
             dY, grads = pull(kept.values, (any(below), *needs[5 + norm.count :]))
             dX: Tensor | None = None
             above: Grads = (None,) * norm.count
             if dY is not None:
                 dense = G.index_add(0, kept.rows, dY.to(G.dtype))
-                dX, above = _through(norm, A, first, dense, below)
+                dX, above = _through(norm, A, first, moments, dense, below)
             correction, rows = carried
             if correction is not None and rows is not None and needs[1]:
-                X = A.index_select(0, rows.to(torch.int64))
+                X, *own = (t.index_select(0, rows.to(torch.int64)) for t in (A, *moments))
                 only = (True,) + (False,) * norm.count
-                correction, _ = _through(norm, X, first, correction, only)
+                correction, _ = _through(norm, X, first, own, correction, only)
                 assert correction is not None
                 correction = correction.to(ctx.dtype)
             dx = None if dX is None else dX.view(a.shape)
@@ -110,6 +114,8 @@ class _NormBranch(torch.autograd.Function):
         return returned((dx, correction, rows, None, None, *grads), grad, a)
 
 
-def _through(norm: Chain, X: Tensor, P: Parameters, g: Tensor, wants: Wants) -> Pulled:
-    _, pull = norm.again(X, P, KeptTape(False, iter(())), True)
+def _through(
+    norm: Chain, X: Tensor, P: Parameters, moments: list[Tensor], g: Tensor, wants: Wants
+) -> Pulled:
+    _, pull = norm.again(X, P, KeptTape(False, iter(moments), bool(moments)), False)
     return pull(g, wants)
