@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from sketchprop.data import DataError
 
+from .advise.study import ADVISE
 from .cifar.study import STUDIES
 from .finetune.study import FINETUNE
 from .lab import ExperimentError
@@ -19,7 +20,7 @@ from .rows_mnist.study import ROWS_MNIST
 from .variance.study import VARIANCE
 from .weight_variance.study import WEIGHT_VARIANCE
 
-COMMANDS = (MNIST, RCS, ROWS_MNIST, VARIANCE, WEIGHT_VARIANCE, NOISE, PAY, FINETUNE)
+COMMANDS = (MNIST, RCS, ROWS_MNIST, VARIANCE, WEIGHT_VARIANCE, NOISE, PAY, FINETUNE, ADVISE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
