@@ -1,4 +1,4 @@
-"""python -m benchmarks linear | conv | model | tokens | memory | peak | import | page
+"""python -m benchmarks linear | conv | model | tokens | tuner | memory | peak | import | page
 
 Times exact and sketched work in turns, in random order, in one process, and reports the median of
 the ratios within a round, with quartiles. Both sides run under the same allocator settings; by
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from sketchprop.cli.show import show as show_tables
 from sketchprop.core.table import Column, Table, words
 
-from . import imports, layers, models, peak, profile, tokens
+from . import imports, layers, models, peak, profile, tokens, tuner
 from .page import write_page
 from .results import FOLDER, Line, plot, save, show
 from .timing import restart_pinned
@@ -48,7 +48,7 @@ def main() -> None:
             layers.conv(args.batch, tuple(args.channels), args.size, args.budgets, args.seconds)
         )
     elif args.command == "model":
-        names = [n for n in models.MODELS if args.only.lower() in n.lower()]
+        names = _named(models.MODELS, args.only)
         lines = list(models.models(names, args.budgets, args.seconds, args.compile))
     elif args.command == "tokens":
         lines, extras = _tokens(args)
@@ -56,12 +56,16 @@ def main() -> None:
         rows = imports.imports(args.seconds)
         extras = {"rows": rows, "target": f"{imports.TARGET_SECONDS:g} s added"}
         _show_rows("Time of an import in a fresh process", rows)
+    elif args.command == "tuner":
+        rows = list(tuner.tuner(_named(tuner.CASES, args.only), args.small))
+        extras = {"rows": rows, "target": tuner.TARGET}
+        _show_rows("Training with a tuner, over training without", rows, TUNER)
     elif args.command == "peak":
-        names = [n for n in peak.MODELS if args.only.lower() in n.lower()]
+        names = _named(peak.MODELS, args.only)
         found, shares = peak.peaks(names, args.small, tuple(args.methods))
         extras = {"rows": found, "shares": shares}
     else:
-        names = [n for n in models.MODELS if args.only.lower() in n.lower()]
+        names = _named(models.MODELS, args.only)
         rows = models.memory(names, args.budgets[0], args.seconds, args.threads)
         extras = {"rows": rows}
         _show_rows("Allocator settings, each in a fresh process, in turns", rows, MEMORY)
@@ -83,7 +87,7 @@ def _kind(args: argparse.Namespace) -> str:
 
 
 def _tokens(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
-    names = [n for n in tokens.MODELS if args.only.lower() in n.lower()]
+    names = _named(tokens.MODELS, args.only)
     if not args.profile:
         run = tokens.compiled if args.compile else tokens.tokens
         return list(run(names, args.seconds)), {}
@@ -92,9 +96,17 @@ def _tokens(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
     return [], {"rows": found}
 
 
+def _named(cases: Iterable[str], part: str) -> list[str]:
+    return [name for name in cases if part.lower() in name.lower()]
+
+
 MEMORY = (
     *(words("model"), words("allocator"), Column("exact_ms", ".4g"), Column("sketched_ms", ".4g")),
     *(Column("ratio", ".4g"), Column("page_faults", ",.0f"), Column("peak_mb", ",.0f")),
+)
+TUNER = (
+    *(words("case"), Column("steps"), Column("ratio", ".4f"), Column("counted", ".4f")),
+    *(Column("probes"), words("ends_exact"), words("why")),
 )
 
 PROFILE = (
@@ -165,6 +177,9 @@ def _parser() -> argparse.ArgumentParser:
     most.add_argument("--only", default="", help="models whose name contains this")
     most.add_argument("--methods", nargs="+", choices=peak.METHODS, default=peak.METHODS)
     most.add_argument("--small", action="store_true", help="with a sixteenth of the batch")
+    tuned = commands.add_parser("tuner", parents=[common], help="what a tuner costs")
+    tuned.add_argument("--only", default="", help="cases whose name contains this")
+    tuned.add_argument("--small", action="store_true", help="made-up data and few steps")
     commands.add_parser("import", parents=[common], help="what importing sketchprop adds")
     commands.add_parser("page", help="docs/results/speed.md from the stored results")
     return parser

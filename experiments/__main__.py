@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from sketchprop.data import DataError
 
+from .advise.study import ADVISE
 from .cifar.study import STUDIES
 from .lab import ExperimentError
 from .mnist.study import MNIST
@@ -18,7 +19,7 @@ from .rows_mnist.study import ROWS_MNIST
 from .variance.study import VARIANCE
 from .weight_variance.study import WEIGHT_VARIANCE
 
-COMMANDS = (MNIST, RCS, ROWS_MNIST, VARIANCE, WEIGHT_VARIANCE, NOISE, PAY)
+COMMANDS = (MNIST, RCS, ROWS_MNIST, VARIANCE, WEIGHT_VARIANCE, NOISE, ADVISE, PAY)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

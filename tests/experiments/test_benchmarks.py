@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tuner import CASES, tuner
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -56,3 +58,13 @@ def test_a_benchmark_runs(tmp_path, arguments):
     if arguments[0] == "linear":
         assert {line["budget"] for line in result["lines"]} == {0.1, 0.5}
         assert "overhead" in printed
+
+
+def test_a_tuner_is_timed_against_plain_training():
+    rows = list(tuner(CASES, small=True))
+    assert [row["case"] for row in rows] == list(CASES)
+    for row in rows:
+        assert row["steps"] == 100
+        assert row["ratio"] > 0
+        assert row["counted"] >= 1
+        assert isinstance(row["ends_exact"], bool)

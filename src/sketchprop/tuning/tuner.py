@@ -25,6 +25,7 @@ from ..meters.restore import restored
 from ..sketches import AnySketch, Tokens
 from .controller import Controller, Probe, check_ladder
 from .rule import LADDER
+from .together import agreed, check_plain
 
 RECENT = 65
 """Steps from whose times the median is taken."""
@@ -46,6 +47,8 @@ class Tuner:
     ``gain``: a move has to promise more than that. ``frozen=True`` probes and moves nothing.
     ``couple=True`` multiplies the learning rate in each step of the optimizer by
     κ = (‖g‖² + σ²)/(‖g‖² + σ² + V), or by √κ if it is like Adam.
+    Guards act at probes only: between two of them nothing watches the noise. In several processes
+    give each the model inside of DDP: they share what they measure, and decide alike.
     ``log``: every decision, a plain dict; ``writer`` gets its numbers, TensorBoard for example.
 
         sp.sketch_(model, sp.Tokens(0.3))
@@ -73,6 +76,7 @@ class Tuner:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         _check(share, groups, gain, couple, optimizer)
+        check_plain(model)
         rungs = check_ladder(ladder)
         if check_budget(start) not in rungs:
             raise ValueError(f"start={start!r} is no rung of the ladder {rungs}")
@@ -125,7 +129,7 @@ class Tuner:
 
     def _decide(self, batch: Any) -> dict[str, Any]:
         start = self.clock()
-        probe = self._probe(batch, start)
+        probe = agreed(self._probe(batch, start), next(self.model.parameters()).device)
         self.spent += probe.cost
         decision = self.controller.learn(probe, self.frozen)
         self.next_probe = self.step + self.controller.wait(self.share)
