@@ -6,12 +6,19 @@ A fenced block ``python`` is run. What it needs and a reader does not stands bef
     model = nn.Linear(64, 10)
     -->
 
-and a block that cannot be run says why: ``<!-- not run: needs two machines -->``.
+and a block that cannot be run says why: ``<!-- not run: needs two machines -->``. What a block
+prints may stand below it, in a block ``text`` after ``<!-- output -->`` (the same but for
+numbers) or ``<!-- output of one run -->`` (words may differ too, as the advice of a meter does).
+``python docs/show_outputs.py`` writes it there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +29,7 @@ DOCS = ROOT / "docs"
 _FENCE = re.compile(r"^(`{3,})(\S*)\n(.*?)^\1`*$", re.MULTILINE | re.DOTALL)
 _HIDDEN = re.compile(r"^<!-- run:\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 _NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\n\Z")
+_OUTPUT = re.compile(r"<!-- output( of one run)? -->\n\Z")
 _LINK = re.compile(r"(?<!\\)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 
 
@@ -34,6 +42,8 @@ class Block:
     language: str
     code: str
     not_run: str = ""
+    output: str = ""
+    """How a block shows what the one before it prints: ``"same"``, ``"one run"`` or not at all."""
 
     @property
     def where(self) -> str:
@@ -52,11 +62,39 @@ def blocks(page: Path) -> list[Block]:
     found = []
     for match in _FENCE.finditer(text):
         reason = _NOT_RUN.search(text[: match.start()])
+        shown = _OUTPUT.search(text[: match.start()])
+        output = "" if not shown else "one run" if shown[1] else "same"
         line = text.count("\n", 0, match.start()) + 2
-        found.append(Block(page, line, match[2], match[3], reason[1] if reason else ""))
+        found.append(Block(page, line, match[2], match[3], reason[1] if reason else "", output))
     for match in _HIDDEN.finditer(text):
         found.append(Block(page, text.count("\n", 0, match.start()) + 2, "run", match[1]))
     return sorted(found, key=lambda block: block.line)
+
+
+def run(page: Path) -> Iterator[tuple[Block, str]]:
+    """Runs the blocks of Python in order, in one module, each with what it printed."""
+    # A module, as dataclasses and pickle expect of the code that they are given.
+    module = types.ModuleType("page")
+    before = sys.modules.get("page")
+    sys.modules["page"] = module
+    try:
+        for block in blocks(page):
+            if block.language in ("python", "run") and not block.not_run:
+                lines = "\n" * (block.line - 1) + block.code
+                printed = io.StringIO()
+                with contextlib.redirect_stdout(printed):
+                    exec(compile(lines, str(block.page), "exec"), module.__dict__)
+                yield block, printed.getvalue()
+    finally:
+        sys.modules.pop("page")
+        if before is not None:
+            sys.modules["page"] = before
+
+
+def without_numbers(text: str) -> list[str]:
+    """The words of what was printed: times, losses and the widths of columns differ by machine."""
+    plain = re.sub(r"(?<![A-Za-z])[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", text)
+    return re.sub(r"[-─]{3,}", "---", plain).split()
 
 
 def commands(block: Block) -> Iterator[str]:

@@ -152,6 +152,29 @@ _COLUMNS = {
 }
 
 
+_MODELS = {
+    "ViT, width 192, depth 9": "ViT 192 × 9, 128 × 64 tokens",
+    "ViT, width 96, depth 4": "ViT 96 × 4, 128 × 64 tokens",
+    "BERT, width 256, 12 layers": "rxnBERT, 16 × 223 tokens",
+    "MiniLM-L6's sizes": "MiniLM-L6, 32 × 128 tokens",
+}
+
+
+def test_times_of_kept_tokens_are_those_that_were_measured():
+    stored = json.loads((ROOT / "benchmarks/results/tokens-1-thread.json").read_text())["lines"]
+    times = {(s["case"], s["method"]): s["ratio"]["median"] for s in stored}
+    checked = 0
+    for page in pages():
+        for line in page.read_text().splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            model = next((m for m in _MODELS if cells[0].startswith(m)), None)
+            if model is not None and len(cells) == 3:
+                kept = re.match(r"[\d./ ]+", cells[1])[0].strip()
+                assert cells[2] == f"{times[_MODELS[model], f'kept tokens {kept}']:.2f}", line
+                checked += 1
+    assert checked >= 6
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/choosing.md"])
 def test_times_of_layers_are_those_that_were_measured(name):
     stored = json.loads((ROOT / "benchmarks/results/linear-1-thread.json").read_text())["lines"]

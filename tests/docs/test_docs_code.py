@@ -8,12 +8,11 @@ import re
 import runpy
 import shlex
 import sys
-import types
 
 import pytest
 import torch
 
-from docs_pages import DOCS, ROOT, blocks, commands, pages
+from docs_pages import DOCS, ROOT, blocks, commands, pages, run, without_numbers
 from sketchprop.cli.specs import UsageError, parse_sketches
 
 PYTHON = {p.relative_to(ROOT).as_posix(): p for p in pages() if "```python" in p.read_text()}
@@ -26,15 +25,17 @@ MAY_STAY = 0
 def test_the_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SKETCHPROP_CACHE", str(tmp_path))
-    # A module, as dataclasses and pickle expect of the code that they are given.
-    module = types.ModuleType("page")
-    monkeypatch.setitem(sys.modules, "page", module)
     threads = torch.get_num_threads()
+    in_order = blocks(PYTHON[page])
     try:
-        for block in blocks(PYTHON[page]):
-            if block.language in ("python", "run") and not block.not_run:
-                lines = "\n" * (block.line - 1) + block.code
-                exec(compile(lines, str(block.page), "exec"), module.__dict__)
+        for block, printed in run(PYTHON[page]):
+            below = in_order[in_order.index(block) + 1 :][:1]
+            if below and below[0].output:
+                assert printed.strip(), f"{block.where} prints nothing"
+            if below and below[0].output == "same":
+                assert without_numbers(printed) == without_numbers(below[0].code), (
+                    f"{block.where} prints\n{printed}"
+                )
     finally:
         torch.set_num_threads(threads)
         if torch.distributed.is_initialized():
@@ -46,11 +47,31 @@ def test_blocks_that_are_not_run_are_few_and_say_why():
     assert len(left) <= MAY_STAY, [f"{b.where}: {b.not_run}" for b in left]
 
 
+OWN_SETUP = {"docs/tokens.md", "docs/measuring.md", "docs/budgets.md"}
+"""Pages that still hide what their snippets need; no new ones."""
+
+
+def test_what_a_snippet_needs_is_not_hidden():
+    hidden = {
+        b.page.relative_to(ROOT).as_posix()
+        for p in pages()
+        for b in blocks(p)
+        if b.language == "run"
+    }
+    assert hidden <= OWN_SETUP
+
+
+def test_a_changed_output_is_noticed():
+    shown = "sketch  kept\n------  -----\nL1(0.1)  0.100"
+    assert without_numbers(shown) == without_numbers("sketch kept\n---- ----\nL1(0.3) 0.25")
+    assert without_numbers(shown) != without_numbers(shown.replace("L1", "L2"))
+
+
 def test_blocks_in_python_are_marked_as_such():
     """A block without a language that looks like Python would escape."""
     for page in pages():
         for block in blocks(page):
-            if block.language in ("", "text", "py"):
+            if block.language in ("", "text", "py") and not block.output:
                 assert not re.search(r"^(import|from|sp\.|def|class) ?\w", block.code, re.M), (
                     block.where
                 )

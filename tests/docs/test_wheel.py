@@ -140,7 +140,9 @@ def test_the_environment_is_empty_but_for_torch(installed, tmp_path):
 def test_the_first_example_of_the_readme_runs(installed, tmp_path):
     block = "model.blocks[0]"
     code = first_example() + f"print(type({block}).__name__, {block}.mlp[0].weight.grad.any())"
-    assert run(installed, code, tmp_path) == "Block tensor(True)\n"
+    out = run(installed, code, tmp_path)
+    assert "Candidates" in out  # what was tried for the model
+    assert out.endswith("Block tensor(True)\n")
     assert (tmp_path / "model.pt").is_file()
 
 

@@ -22,8 +22,8 @@ from sketchprop.cli.specs import parse_sketch
 from sketchprop.core.enumeration import expectation
 from sketchprop.core.samples import Samples
 from sketchprop.core.sampling import draw_uniforms
-from sketchprop.integrations._routine import kept_flops
 from sketchprop.layers import SketchedBlock
+from sketchprop.layers.share import kept_flops
 from sketchprop.meters import saved_bytes
 from sketchprop.zoo import Block, ViT
 

@@ -506,3 +506,21 @@ def test_summary_text():
 
 def test_summary_of_a_single_layer_names_it():
     assert "(model)" in str(sp.summary(nn.Linear(3, 2)))
+
+
+def test_the_log_says_in_one_line_what_was_taken_what_was_left_and_what_is_saved(caplog):
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 10))
+    with caplog.at_level("INFO", logger="sketchprop"):
+        sp.sketch_(model, sp.Rows(0.25))
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "\n" not in said
+    assert "took 2 Linear by Rows(0.25); exact: 3;" in said
+    share = float(said.split("linear layers: ")[1].split(" of the FLOPs")[0])
+    exact, kept = 64 * 256 + 256 * 256, 256 * 10  # products of the sketched and the exact layers
+    assert share == pytest.approx((0.25 * exact + kept) / (exact + kept), abs=0.02)
+
+
+def test_a_quiet_log_costs_nothing(monkeypatch):
+    monkeypatch.setattr("sketchprop.layers.transform._taken", None)
+    sp.sketch_(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), sp.L1(0.5))

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from ..layers import SketchedBlock, SketchedModule, sketched_class
+from ..layers import SketchedModule
 from ..layers.choose import Filter
 from ..layers.schedule import Schedule, set_budget_
+from ..layers.share import kept_flops
 from ..layers.transform import sketch_, unsketch_
 from ..meters.noise.passes import Loss
 from ..meters.noise.variance import measure_variance
@@ -132,27 +133,6 @@ class SketchOptions:
             last = self.tuner.log[-1]
             found = {f"sketch_{k}": last[k] for k in ("change", "relative") if k in last}
         return {**self.routine.values(model), **found}
-
-
-def kept_flops(model: nn.Module, rows: int) -> float:
-    """Backward FLOPs as a share of the exact ones, over all layers that can be sketched.
-
-    By the sketches' own formulas, scoring and solving included; no pass over the model is made.
-    """
-    exact = kept = 0.0
-    inner: set[nn.Module] = set()
-    for module in model.modules():
-        known = sketched_class(type(module))
-        if isinstance(module, SketchedBlock) and isinstance(module, nn.Module):
-            known = type(module)
-            inner.update(m for m in module.modules() if m is not module)
-        for size in () if known is None or module in inner else known.sizes(module, rows):
-            exact += size.exact_flops
-            if isinstance(module, SketchedModule):
-                kept += module.sketching.cost(size).total
-            else:
-                kept += size.exact_flops
-    return kept / exact if exact else 1.0
 
 
 def added_variance(loss_fn: Loss, batches: Sequence[Any], draws: int = 4) -> Metrics:

@@ -17,12 +17,16 @@ from .blocks import SketchedBlock
 from .choose import HOOKED, Filter, choose, known_class, of_layer
 from .faster import Judge
 from .select import Layers
+from .share import kept_flops
 from .sketched import SketchedModule, Sketching
 from .validate import findings, refusal_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _log = logging.getLogger("sketchprop")
+
+LOGGED_ROWS = 4096
+"""Samples × tokens for which the log counts FLOPs: a batch of middling size."""
 
 
 def sketch_(
@@ -91,7 +95,8 @@ def sketch_(
         judge = Judge() if where == "faster" else None
         own = None if planner is None else planner.anew()
         _turn(layer, Sketching(of_layer(layer, s), own, judge=judge, accumulate=accumulate))
-    _log.info("%s", _taken(model, layers, choice.taken))
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("%s", _taken(model, layers, choice.taken))
     return model
 
 
@@ -106,7 +111,7 @@ def _restore_around(model: nn.Module, layer: nn.Module) -> None:
 
 
 def _taken(model: nn.Module, layers: Layers, chosen: Mapping[str, AnySketch | None]) -> str:
-    """For the log: what was taken and what was left."""
+    """For the log: what was taken, what was left, and what that is expected to save."""
     counts: Counter[str] = Counter()
     for name, s in chosen.items():
         if s is not None:
@@ -114,7 +119,9 @@ def _taken(model: nn.Module, layers: Layers, chosen: Mapping[str, AnySketch | No
     left = [name for name in layers if chosen.get(name) is None]
     text = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "nothing"
     exact = f"; exact: {', '.join(left[:6])}{', …' if len(left) > 6 else ''}" if left else ""
-    return f"sketch_({type(model).__name__}) took {text}{exact}"
+    share = kept_flops(model, LOGGED_ROWS)
+    left_over = f"; backward of linear layers: {share:.2f} of the FLOPs at {LOGGED_ROWS} rows"
+    return f"sketch_({type(model).__name__}) took {text}{exact}{left_over}"
 
 
 def unsketch_(model: Model) -> Model:

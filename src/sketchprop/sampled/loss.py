@@ -269,8 +269,8 @@ def _refuse_batch_norm(model: nn.Module) -> None:
             raise ValueError(
                 f"{name!r} is a {type(module).__name__} in training mode: it mixes the samples of "
                 "a batch, and the second pass would see another batch. Freeze it with "
-                f"model.get_submodule({name!r}).eval(), use LayerNorm or GroupNorm, or sketch the "
-                "layers instead: sketch_(model, Rows(0.1))"
+                f"model.get_submodule({name!r}).eval(), or use LayerNorm or "
+                "GroupNorm"
             )
 
 
