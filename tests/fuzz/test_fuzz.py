@@ -56,6 +56,15 @@ FOUND: dict[str, Any] = {
     "attention with dropout under autocast": Function(
         seed=380, kind="attention", budget=1, dropout=0.4, dtype=torch.float32, autocast=True
     ),
+    "a Conv1D that keeps all": Layer(
+        seed=755,
+        kind="Conv1D",
+        sketch=sp.L2(1),
+        rows=(5, 1),
+        widths=(2, 5),
+        layout="transposed",
+        frozen="weight",
+    ),
     "float64 under autocast in a model of transformers": Model(
         seed=967, kind="GPT-2", sketch=sp.Tokens(1), autocast=True
     ),
