@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from .attend import Attended, Attending, attend, attend_back, check_mask, mask_rows
+from .backward import as_autocast
 from .branch import returned
 from .kept import draw_queries, keep, kept_count, row_norms, slot_count
 from .passes import asked, one_source
@@ -58,6 +59,8 @@ def kept_attention(
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    # Autocast itself casts for torch's own function alone.
+    q, k, v = (as_autocast(t, q.device.type) for t in (q, k, v))
     size = (q.shape[0] * count, slots)
     return _KeptAttention.apply(q, k, v, attn_mask, how, size, uniforms)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -230,15 +230,17 @@ def autocast(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast would do to a layer's arguments, done outside of the Function."""
     device = x.device.type
+    cast = None if bias is None else as_autocast(bias, device)
+    return as_autocast(x, device), as_autocast(weight, device), cast
+
+
+def as_autocast(t: Tensor, device: str) -> Tensor:
+    """``t`` as autocast would hand it to a product on ``device``: it leaves float64 alone."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(t: Tensor) -> Tensor:
-        # Autocast leaves float64 alone.
-        return t if t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
-
-    return cast(x), cast(weight), None if bias is None else cast(bias)
+        return t
+    if t.dtype == torch.float64 or not t.is_floating_point():
+        return t
+    return t.to(torch.get_autocast_dtype(device))
 
 
 def records(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
