@@ -21,8 +21,6 @@ from .ways import CONTROLS, EXACT, Way, find_way
 
 FIRST = (1, 2, 3)
 """The places of the rates that are tried first; of the two beside them one may follow."""
-SHORT = (0.5, 1.0)
-"""The lengths of time of ways that do not run at all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +112,7 @@ class Contest:
     length: int = 0
     """The whole time, in exact steps at the middle batch size."""
     batches: tuple[int, ...] = ()
-    """Sizes that exact training and kept tokens try; time is counted in steps at the middle one."""
+    """Sizes that exact training and ``Tokens(0.3)`` try; time is in steps at the middle one."""
     rates: tuple[float, ...] = ()
     ways: tuple[str, ...] = (EXACT, "tokens-0.3", "tokens-0.2", "rows-0.3", "tuner")
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
@@ -223,7 +221,7 @@ class Plan:
         best = self.best_batch(way)
         if batch != best:
             return (1.0,) if way.name == EXACT and best is not None else ()
-        return self.contest.shares if way.whole else SHORT
+        return way.shares or self.contest.shares
 
     def runs(self) -> Iterator[Run]:
         """All that can be told by now: seed by seed, so that what is known is balanced."""

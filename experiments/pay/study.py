@@ -288,8 +288,8 @@ def _predicted(task: str) -> str:
         found = {row["task"]: row for row in csv.DictReader(file)}
     if task not in found:
         return ""
-    row = found[task]
-    return f"{float(row['change']):.2f}, `{row['line']}`" if row["line"] else "stay exact"
+    change, answer = float(found[task]["change"]), found[task]["answer"]
+    return answer if change == 1 else f"{change:.2f}: `{answer}`"
 
 
 def _best(outcome: Outcome) -> tuple[Curve, Ratio] | None:

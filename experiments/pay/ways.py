@@ -41,8 +41,8 @@ class Way:
     """What moves the budgets while the model trains."""
     sizes: bool = False
     """Whether it tries all batch sizes; else it takes the one that is best for exact training."""
-    whole: bool = True
-    """Whether it runs at all lengths of time; else at the half and the whole."""
+    shares: tuple[float, ...] = ()
+    """The lengths of time it runs at; empty: all."""
 
     @property
     def timed(self) -> tuple[str, ...]:
@@ -57,11 +57,11 @@ class Way:
 _WAYS = (
     Way(EXACT, "exact", "", "k", sizes=True),
     Way("tokens-0.3", "Tokens(0.3)", "Tokens(0.3)", "C0", sizes=True),
-    Way("tokens-0.2", "Tokens(0.2)", "Tokens(0.2)", "C0", "--", sizes=True),
-    Way(TUNER, "Tuner", "Tokens(0.3)", "C2", control=TUNER),
-    Way("rows-0.3", "Rows(0.3) by token", 'Rows(0.3, unit="token")', "C1", ":", whole=False),
-    Way(PEER, "VCAS", "", "C4", ":", control=PEER, whole=False),
-    Way(NONZERO, "rows that are not zero", 'Rows(0.4, by="nonzero")', "C3", whole=False),
+    Way("tokens-0.2", "Tokens(0.2)", "Tokens(0.2)", "C0", "--", shares=(0.5, 1.0)),
+    Way(TUNER, "Tuner", "Tokens(0.3)", "C2", control=TUNER, shares=(0.5, 1.0)),
+    Way("rows-0.3", "Rows(0.3) by token", 'Rows(0.3, unit="token")', "C1", ":", shares=(1.0,)),
+    Way(PEER, "VCAS", "", "C4", ":", control=PEER, shares=(1.0,)),
+    Way(NONZERO, "rows that are not zero", 'Rows(0.4, by="nonzero")', "C3"),
 )
 WAYS = {way.name: way for way in _WAYS}
 
