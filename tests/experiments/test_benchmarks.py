@@ -68,3 +68,19 @@ def test_a_tuner_is_timed_against_plain_training():
         assert row["ratio"] > 0
         assert row["counted"] >= 1
         assert isinstance(row["ends_exact"], bool)
+
+
+def test_a_profile_accounts_for_all_of_a_step(monkeypatch):
+    from benchmarks import profile, tokens
+
+    monkeypatch.setitem(tokens.MODELS, "tiny", tokens.Size(16, 1, 2, 16, 2, 64))
+    monkeypatch.setitem(tokens.TARGETS, "tiny", {tokens.Budgets(0.3, 0.3, 0.3): 0.6})
+    *groups, whole = profile.profiles(["tiny"], 1)
+    assert whole["exact forward"] + whole["exact backward"] == pytest.approx(1)
+    for column in ("exact forward", "exact backward", "kept forward", "kept backward"):
+        assert sum(row[column] for row in groups) == pytest.approx(whole[column])
+        assert all(row[column] > 0 for row in groups if row["operations"] != "rows moved")
+    left = tokens.MODELS["tiny"].left(tokens.Budgets(0.3, 0.3, 0.3))
+    floor = whole["exact forward"] + left * whole["exact backward"]
+    total = whole["kept forward"] + whole["kept backward"]
+    assert whole["above the floor"] == pytest.approx(total - floor)

@@ -87,12 +87,13 @@ class Tokens:
     def capacity(self) -> float:
         """Most queries of one sample, over the even share: room for a sample that matters more.
 
-        At least the room that the default number of queries would have: where fewer are asked for
-        the rows are drawn among them, and a tight bound would hold for the rows too.
+        Where rows are drawn among hardly more queries a tight bound would hold for the rows too:
+        there it is the room that the default number of queries would have.
         """
-        fewest = default_queries(self.budget)
-        few = isinstance(self.query_budget, float) and self.query_budget < fewest
-        return ROOM * fewest / self.query_budget if few else ROOM
+        rows, queries = self.budget, self.query_budget
+        usual = default_queries(rows)
+        shares = isinstance(rows, float) and isinstance(queries, float)
+        return ROOM * usual / queries if shares and rows <= queries < usual else ROOM
 
     @property
     def rest(self) -> Rows:
