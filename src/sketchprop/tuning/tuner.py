@@ -149,24 +149,27 @@ class Tuner:
         trial = self.controller.trial()
         count = len(trial)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        factors = weights(self.optimizer, parameters)
         with restored(self.model) as buffers, no_gradient_hooks(parameters):
             gradients = Gradients(self.model, self.loss_fn, buffers, seed=self.step)
             with gradients.switch.installed():
-                exact = weighted(gradients.exact(batch), factors)
-                total = math.fsum(map(squared_norm, exact))
+                plain = gradients.exact(batch)
 
-                def timed(budgets: list[float] | None) -> tuple[float, float]:
+                def timed(budgets: list[float] | None) -> tuple[float, list[Tensor]]:
                     if budgets is not None:
                         self._give(budgets)
-                    seconds, found = self._timed(gradients, batch, budgets is None)
-                    return seconds, visible_distance(weighted(found, factors), exact)
+                    return self._timed(gradients, batch, budgets is None)
 
                 first, _ = timed(None)
-                alone = [
-                    timed([trial[k] if k == i else 1.0 for k in range(count)]) for i in range(count)
-                ]
-                together, noise = timed(trial)
+                together, found = timed(trial)
+                noise = [a - b for a, b in zip(found, plain, strict=True)]
+                factors = weights(self.optimizer, parameters, noise)
+                exact = weighted(plain, factors)
+                total = math.fsum(map(squared_norm, exact))
+                noise_together = visible_distance(weighted(found, factors), exact)
+                alone = []
+                for i in range(count):
+                    seconds, found = timed([trial[k] if k == i else 1.0 for k in range(count)])
+                    alone.append((seconds, visible_distance(weighted(found, factors), exact)))
                 last, _ = timed(None)
             # Budgets in force come back with the sketches, which ``restored`` keeps.
         # The faster of two: what disturbs a pass makes it slower, and a sketch must not win by it.
@@ -183,7 +186,7 @@ class Tuner:
             cost=self.clock() - start,
             total=total,
             noise=tuple(v for _, v in alone),
-            noise_together=noise,
+            noise_together=noise_together,
         )
 
     def _timed(self, gradients: Gradients, batch: Any, exact: bool) -> tuple[float, list[Tensor]]:
