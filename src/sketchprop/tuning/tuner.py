@@ -21,7 +21,7 @@ from ..meters.monitor import Writer
 from ..meters.noise.metric import adaptive, ready, weighted, weights
 from ..meters.noise.passes import Gradients, Loss, squared_norm
 from ..meters.noise.variance import visible_distance
-from ..meters.restore import restored
+from ..meters.restore import check_model, restored
 from ..sketches import AnySketch, Tokens
 from .controller import Controller, Probe, check_ladder
 from .rule import LADDER
@@ -76,6 +76,7 @@ class Tuner:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         _check(share, groups, gain, couple, optimizer)
+        check_model(model)
         check_plain(model)
         rungs = check_ladder(ladder)
         if check_budget(start) not in rungs:

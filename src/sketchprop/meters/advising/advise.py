@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from ...layers.transform import unsketch_
 from ...sketches import Tokens
+from ..cost.timing import seconds_of_a_pass
 from ..noise.metric import adaptive, ready
 from ..noise.passes import Loss
 from ..noise.variance import Progress
-from ..restore import restored
+from ..restore import check_model, restored
 from .answer import Advice, Option
 from .candidates import Candidate, candidates, live_rows, wasted
-from .meter import FOR_HALF, LEAST_PASSES, Meter, check_model, seconds_of_a_pass
+from .meter import FOR_HALF, LEAST_PASSES, Meter
 from .race import trial as run_trial
 
 MOST_BATCHES = 8

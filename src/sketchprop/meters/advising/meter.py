@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ...core.stopwatch import in_turns, synchronise
+from ...core.stopwatch import in_turns
 from ...layers.isolation import no_gradient_hooks
 from ..cost.memory import bytes_of
 from ..cost.timing import compare, times_of
@@ -171,19 +171,6 @@ class Meter:
         return Option("half of the batch", "", times.ratio, noise, change, error, note=note)
 
 
-def seconds_of_a_pass(model: nn.Module, loss_fn: Loss, batch: Any) -> float:
-    """Forward and backward, the fastest of three: the first ones warm up."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    seconds = math.inf
-    for _ in range(3):
-        begin = monotonic()
-        loss = scalar_loss(loss_fn, model, batch)
-        torch.autograd.grad(loss, parameters, allow_unused=True)
-        synchronise(parameters[0].device)
-        seconds = min(seconds, monotonic() - begin)
-    return max(seconds, 1e-6)
-
-
 def halved(batch: Any, second: bool = False) -> Any:
     """One half of the samples, by the first dimension of the first tensor; ``None``: it has none.
 
@@ -202,17 +189,3 @@ def halved(batch: Any, second: bool = False) -> Any:
         return leaf[middle:] if second else leaf[:middle]
 
     return tree_map(cut, batch)
-
-
-def check_model(model: nn.Module) -> None:
-    """Whether there is anything to measure."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise ValueError(
-            f"{type(model).__name__} has no parameter that requires a gradient; unfreeze one"
-        )
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} is on the meta device, where nothing can be measured; load "
-            "its weights first, or model.to_empty(device='cpu')"
-        )
