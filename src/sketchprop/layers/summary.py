@@ -165,6 +165,8 @@ def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: i
     if all(sketch.keeps_all(*size[:3]) for size in sizes):
         note = state.tuned or f"{sketch!r} keeps everything at {rows} rows: exact"
         return LayerSummary(name, kind, shape, sketch, 1.0, 1.0, note)
+    if state.stays_exact and isinstance(state.judge, Judge):
+        return LayerSummary(name, kind, shape, sketch, 1.0, 1.0, state.judge.describe())
     exact = [size.exact_flops for size in sizes]
     kept = sum(sketch.kept(*s[:3]) * e for s, e in zip(sizes, exact, strict=True)) / sum(exact)
     share = sum(state.cost(size).total for size in sizes) / sum(exact)

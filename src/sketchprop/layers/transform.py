@@ -50,8 +50,9 @@ def sketch_(
     the new sketch; one that is not taken stays as it is, and ``summary`` says why.
 
     ``where="faster"``: each layer times exact against sketched on its real shapes in the first
-    steps and keeps the faster; the decisions are remembered in a file (``faster.cache_file``) and
-    shown by ``summary``. ``where="always"`` sketches every layer that was taken.
+    steps and keeps the faster; noise is not weighed. Decisions are shown by ``summary`` and, unless
+    the machine was too busy to tell, remembered in a file (``faster.cache_file``). Run one step
+    before ``torch.compile``. ``where="always"`` sketches every layer that was taken.
     ``planner``: who makes the atoms that are drawn from, and when: ``Every(50)`` makes new ones
     every 50 steps, ``Fresh(rows=0.1)`` looks at a tenth of the rows; each layer gets its own.
     Without one each step makes its own from all of the gradient.

@@ -19,7 +19,7 @@ from ..sketches import L1, AnySketch
 from .cost.shapes import Use, recorded_uses
 from .cost.timing import Times, compare
 from .noise.passes import Loss, scalar_loss
-from .restore import restored
+from .restore import check_real, restored
 
 NOT_TAKEN = "sketch_ does not take it, unless filter_fn says so"
 WORTH = 0.9
@@ -151,6 +151,7 @@ def plan(
         raise ValueError(
             f"{type(model).__name__} has no layer that can be sketched; see sketchprop.summary"
         )
+    check_real(model)
     with restored(model), exact(model):
         with recorded_uses(layers) as recorded:
             value = scalar_loss(loss_fn, model, batch)

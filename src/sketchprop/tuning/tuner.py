@@ -21,7 +21,7 @@ from ..meters.monitor import Writer
 from ..meters.noise.metric import adaptive, ready, weighted, weights
 from ..meters.noise.passes import Gradients, Loss, squared_norm
 from ..meters.noise.variance import visible_distance
-from ..meters.restore import restored
+from ..meters.restore import check_model, restored
 from ..sketches import AnySketch, Tokens
 from .controller import Controller, Probe, check_ladder
 from .rule import LADDER
@@ -76,6 +76,7 @@ class Tuner:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         _check(share, groups, gain, couple, optimizer)
+        check_model(model)
         check_plain(model)
         rungs = check_ladder(ladder)
         if check_budget(start) not in rungs:
@@ -149,24 +150,27 @@ class Tuner:
         trial = self.controller.trial()
         count = len(trial)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        factors = weights(self.optimizer, parameters)
         with restored(self.model) as buffers, no_gradient_hooks(parameters):
             gradients = Gradients(self.model, self.loss_fn, buffers, seed=self.step)
             with gradients.switch.installed():
-                exact = weighted(gradients.exact(batch), factors)
-                total = math.fsum(map(squared_norm, exact))
+                plain = gradients.exact(batch)
 
-                def timed(budgets: list[float] | None) -> tuple[float, float]:
+                def timed(budgets: list[float] | None) -> tuple[float, list[Tensor]]:
                     if budgets is not None:
                         self._give(budgets)
-                    seconds, found = self._timed(gradients, batch, budgets is None)
-                    return seconds, visible_distance(weighted(found, factors), exact)
+                    return self._timed(gradients, batch, budgets is None)
 
                 first, _ = timed(None)
-                alone = [
-                    timed([trial[k] if k == i else 1.0 for k in range(count)]) for i in range(count)
-                ]
-                together, noise = timed(trial)
+                together, found = timed(trial)
+                noise = [a - b for a, b in zip(found, plain, strict=True)]
+                factors = weights(self.optimizer, parameters, noise)
+                exact = weighted(plain, factors)
+                total = math.fsum(map(squared_norm, exact))
+                noise_together = visible_distance(weighted(found, factors), exact)
+                alone = []
+                for i in range(count):
+                    seconds, found = timed([trial[k] if k == i else 1.0 for k in range(count)])
+                    alone.append((seconds, visible_distance(weighted(found, factors), exact)))
                 last, _ = timed(None)
             # Budgets in force come back with the sketches, which ``restored`` keeps.
         # The faster of two: what disturbs a pass makes it slower, and a sketch must not win by it.
@@ -183,7 +187,7 @@ class Tuner:
             cost=self.clock() - start,
             total=total,
             noise=tuple(v for _, v in alone),
-            noise_together=noise,
+            noise_together=noise_together,
         )
 
     def _timed(self, gradients: Gradients, batch: Any, exact: bool) -> tuple[float, list[Tensor]]:

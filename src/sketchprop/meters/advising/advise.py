@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from ...layers.transform import unsketch_
 from ...sketches import Tokens
+from ..cost.timing import seconds_of_a_pass
 from ..noise.metric import adaptive, ready
 from ..noise.passes import Loss
 from ..noise.variance import Progress
-from ..restore import restored
+from ..restore import check_model, restored
 from .answer import Advice, Option
 from .candidates import Candidate, candidates, live_rows, wasted
-from .meter import LEAST_PASSES, Meter, check_model, seconds_of_a_pass
+from .meter import FOR_HALF, LEAST_PASSES, Meter
 from .race import trial as run_trial
 
 MOST_BATCHES = 8
@@ -78,8 +79,10 @@ def advise(
         buffers.restore()
         options: list[Option] = []
         for i, candidate in enumerate(tried):
-            left = len(tried) - i + 1
-            options.append(meter.measured(candidate, (end - monotonic()) / left))
+            # The first are the most promising: they get what they need at the cost of the last.
+            left = end - monotonic() - FOR_HALF * a_pass
+            share = max(left / (len(tried) - i), LEAST_PASSES * a_pass)
+            options.append(meter.measured(candidate, min(share, left)))
             if progress is not None:
                 progress((i + 1) / (len(tried) + 1))
         control = meter.half(end - monotonic())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ...core.stopwatch import in_turns, synchronise
+from ...core.stopwatch import in_turns
 from ...layers.isolation import no_gradient_hooks
 from ..cost.memory import bytes_of
 from ..cost.timing import compare, times_of
@@ -28,8 +28,10 @@ from .candidates import Candidate
 NOISE_BATCHES = 3
 MOST_DRAWS = 4
 MOST_ROUNDS = 9
-LEAST_PASSES = 14
+LEAST_PASSES = 12
 """Passes without which a candidate is not tried: noise on two batches, two rounds of times."""
+FOR_HALF = 5
+"""Passes for the control: two rounds, and one to warm up."""
 
 
 class Meter:
@@ -47,7 +49,10 @@ class Meter:
         self.model, self.loss_fn, self.batches = model, loss_fn, batches
         self.seed, self.a_pass = seed_, a_pass
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = optimizer
         self.factors = weights(optimizer, self.parameters)
+        self.squares: list[Tensor] = []
+        """The mean square of the batches' gradients, by coordinate; where Adam divides."""
         self.bytes = bytes_of(model, loss_fn, batches[0]).total
         self.total, self.sigma2 = self._of_batches()
         if not 0 < self.total < math.inf:
@@ -68,7 +73,12 @@ class Meter:
             loss = scalar_loss(self.loss_fn, self.model, batch)
             found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
             pairs = zip(found, self.parameters, strict=True)
-            g = weighted([torch.zeros_like(p) if x is None else x for x, p in pairs], self.factors)
+            plain = [torch.zeros_like(p) if x is None else x for x, p in pairs]
+            if self.factors is not None:
+                self.squares = self.squares or [torch.zeros_like(x) for x in plain]
+                for square, x in zip(self.squares, plain, strict=True):
+                    square.addcmul_(x, x, value=1 / count)
+            g = weighted(plain, self.factors)
             norms.append(math.fsum(map(squared_norm, g)))
             mean = (
                 [x / count + y for x, y in zip(g, mean, strict=True)]
@@ -115,13 +125,27 @@ class Meter:
         batches = self.batches[:NOISE_BATCHES] if passes > 2 * LEAST_PASSES else self.batches[:2]
         draws = max(1, min(MOST_DRAWS, int(passes / 2 / len(batches)) - 1))
         added = []
+        factors, total = None, self.total
         with gradients.switch.installed():
             for batch in batches:
-                exact = weighted(gradients.exact(batch), self.factors)
+                exact = gradients.exact(batch)
                 for draw in range(draws):
-                    drawn = weighted(gradients.sketched(batch, draw), self.factors)
-                    added.append(visible_distance(drawn, exact) / self.total)
+                    drawn = gradients.sketched(batch, draw)
+                    if self.squares and factors is None:
+                        factors, total = self._with_noise(drawn, exact)
+                    a, b = weighted(drawn, factors), weighted(exact, factors)
+                    added.append(visible_distance(a, b) / total)
         return added
+
+    def _with_noise(
+        self, drawn: Sequence[Tensor], exact: Sequence[Tensor]
+    ) -> tuple[list[Tensor] | None, float]:
+        """Adam's metric as it will be with this noise, and ‖g‖² + σ² in it."""
+        noise = [a - b for a, b in zip(drawn, exact, strict=True)]
+        factors = weights(self.optimizer, self.parameters, noise)
+        assert factors is not None
+        pairs = zip(self.squares, factors, strict=True)
+        return factors, math.fsum(float((s * w.square()).double().sum()) for s, w in pairs)
 
     def half(self, seconds: float) -> Option | None:
         """Half of the batch, exact: σ² doubles. ``None`` where the batch cannot be cut."""
@@ -147,19 +171,6 @@ class Meter:
         return Option("half of the batch", "", times.ratio, noise, change, error, note=note)
 
 
-def seconds_of_a_pass(model: nn.Module, loss_fn: Loss, batch: Any) -> float:
-    """Forward and backward, the fastest of three: the first ones warm up."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    seconds = math.inf
-    for _ in range(3):
-        begin = monotonic()
-        loss = scalar_loss(loss_fn, model, batch)
-        torch.autograd.grad(loss, parameters, allow_unused=True)
-        synchronise(parameters[0].device)
-        seconds = min(seconds, monotonic() - begin)
-    return max(seconds, 1e-6)
-
-
 def halved(batch: Any, second: bool = False) -> Any:
     """One half of the samples, by the first dimension of the first tensor; ``None``: it has none.
 
@@ -178,17 +189,3 @@ def halved(batch: Any, second: bool = False) -> Any:
         return leaf[middle:] if second else leaf[:middle]
 
     return tree_map(cut, batch)
-
-
-def check_model(model: nn.Module) -> None:
-    """Whether there is anything to measure."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise ValueError(
-            f"{type(model).__name__} has no parameter that requires a gradient; unfreeze one"
-        )
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} is on the meta device, where nothing can be measured; load "
-            "its weights first, or model.to_empty(device='cpu')"
-        )

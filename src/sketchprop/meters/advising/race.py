@@ -21,8 +21,9 @@ from ...sketches import AnySketch
 from ..noise.passes import Loss, scalar_loss
 from ..noise.passes import seed as seed_generators
 from ..noise.variance import Progress
+from ..restore import check_model
 from .candidates import Candidate
-from .meter import check_model, halved
+from .meter import halved
 from .trial import EXACT, HALF, Moment, Trial, Way
 
 POINTS = 6
