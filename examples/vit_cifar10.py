@@ -1,16 +1,16 @@
 """A small vision transformer on CIFAR-10 in plain PyTorch, exactly and sketched side by side.
 
     python examples/vit_cifar10.py                              some minutes on a CPU
-    python examples/vit_cifar10.py --sketch L1 --budget 0.1     columns instead of tokens
+    python examples/vit_cifar10.py --sketch Rows                tokens, layer by layer
     python examples/vit_cifar10.py --smoke                      seconds
 
 Two copies of one model see the same batches in turns: one backpropagates exactly, in the other
 
-    sp.sketch_(model, sp.Rows(0.3), filter_fn=sp.select.named("blocks.*"))
+    sp.sketch_(model, sp.Tokens(0.3), filter_fn=sp.select.named("blocks.*"))
 
-has replaced the backward pass of every linear layer in the blocks by one that keeps 0.3 of the
-tokens, drawn by the norm of their gradient. Nothing else differs: the training loop is the usual
-one. At the end both are tested: what was saved in time, and what it cost in accuracy.
+has replaced the backward pass of every block by one that runs on three tokens of ten, drawn by the
+norm of their gradient. Nothing else differs: the training loop is the usual one. At the end both
+are tested: what was saved in time, and what it cost in accuracy.
 
 The pictures are looked for in the folder that SKETCHPROP_DATA names, then in the cache, then
 downloaded (163 MB) and checked by their sums.
@@ -87,7 +87,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sketch", default="Rows", help="a class of sketchprop (default: Rows)")
+    parser.add_argument(
+        "--sketch", default="Tokens", help="a class of sketchprop (default: Tokens)"
+    )
     parser.add_argument("--budget", type=float, default=0.3, help="kept fraction (default: 0.3)")
     parser.add_argument("--steps", type=int, default=400, help="default: 400")
     parser.add_argument("--batch-size", type=int, default=128, help="default: 128")

@@ -52,15 +52,23 @@ def falling(name, *losses):
 
 
 def test_the_answer_is_the_time_to_a_loss_that_all_reached():
-    """Each of three neighbours smoothed; straight lines make that exact."""
     exact = falling("exact", *(10.0 - second for second in range(9)))
     twice = falling("Tokens(0.3)", *(10.0 - 2 * second for second in range(5)))
     half = falling("smaller batch", *(10.0 - second / 2 for second in range(9)))
     answer = demo.answer(exact, half, twice)
-    assert "same loss of 6.500" in answer  # where the slowest ends
-    assert "exact training took 3.5 s" in answer
-    assert "Tokens(0.3) 1.8 s (50% less)" in answer
-    assert "smaller batch 7.0 s (100% more)" in answer
+    assert "same loss of 6.000" in answer  # where the slowest ends
+    assert "exact training took 4.0 s" in answer
+    assert "Tokens(0.3) 2.0 s (50% less)" in answer
+    assert "smaller batch 8.0 s (100% more)" in answer
+
+
+def test_a_low_loss_by_luck_gains_nothing():
+    noisy = [(0.0, 5.0), (1.0, 3.0), (2.0, 4.0), (3.0, 2.0)]
+    assert demo.levels(noisy) == [(0.0, 5.0), (1.5, 3.5), (3.0, 2.0)]
+    assert demo.seconds_to(3.5, demo.levels(noisy)) == 1.5
+    lost = falling("Tokens(0.3)", 5.0, 6.0, 7.0)  # learnt nothing: its mean is all there is
+    assert demo.levels(lost.curve) == [(1.0, 6.0)]
+    assert "same loss of 6.000" in demo.answer(falling("exact", 7, 5), falling("s", 7, 5), lost)
 
 
 def test_made_pictures_are_told_apart_by_the_stripes_alone():

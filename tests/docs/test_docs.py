@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -137,6 +138,20 @@ def _reaches_every_page_from_the_front_page(site, found):
         ]
     wanted = {site / p.relative_to(DOCS).with_suffix(".html") for p in pages()[1:]}
     assert wanted <= seen
+
+
+def test_every_option_of_a_sketch_is_explained():
+    """In its own docstring, or in the tables of the API's front page."""
+    page = (DOCS / "api" / "index.md").read_text()
+    common = set(re.findall(r"`(\w+)`", page.split("## Options")[1]))
+    for name in sp.__all__:
+        kind = getattr(sp, name)
+        if isinstance(kind, type) and issubclass(
+            kind, sp.Sketch | sp.Split | sp.Tokens | sp.Planner
+        ):
+            own = set(re.findall(r"``(\w+)", kind.__doc__))
+            options = {p for p in inspect.signature(kind).parameters if p[0] != "_"}
+            assert options <= common | own, (name, options - common - own)
 
 
 # -- figures that README and the guide repeat ------------------------------------------------------

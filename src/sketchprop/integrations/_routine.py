@@ -140,7 +140,7 @@ def added_variance(loss_fn: Loss, batches: Sequence[Any], draws: int = 4) -> Met
 
     Costs ``draws + 1`` steps for each batch and leaves gradients and random state alone.
 
-        SketchCallback(L1(0.1), log_every=500, metrics=added_variance(loss_fn, batches))
+        SketchCallback(Tokens(0.3), log_every=500, metrics=added_variance(loss_fn, batches))
     """
     batches = list(batches)
 

@@ -43,7 +43,7 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
     Values are logged at the step at which Lightning logs the loss. A ``tuner`` gets each batch as
     ``training_step`` does.
 
-        Trainer(callbacks=[SketchCallback(L1(0.1), schedule=Ladder({0: 1.0, 500: 0.1}))])
+        Trainer(callbacks=[SketchCallback(Tokens(0.3), schedule=Ladder({0: 1.0, 500: 0.3}))])
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

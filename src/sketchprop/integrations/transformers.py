@@ -39,8 +39,8 @@ class SketchCallback(SketchOptions, TrainerCallback):
     A ``tuner`` is called after each step with what the model was called with, a dict:
     ``loss_fn = lambda model, batch: model(**batch).loss``.
 
-        Trainer(model, args, callbacks=[SketchCallback(L1(0.1))])
-        SketchCallback(L1(0.1), schedule=Ladder({0: 1.0, 500: 0.3, 2000: 0.1}))
+        Trainer(model, args, callbacks=[SketchCallback(Tokens(0.3))])
+        SketchCallback(Tokens(0.3), schedule=Ladder({0: 1.0, 500: 0.5, 2000: 0.3}))
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
