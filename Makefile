@@ -1,11 +1,14 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
+# `make test TORCH=2.x.y` tests with another release of torch, in an environment of its own.
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?=
+VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VERSIONS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs dist format clean
+.PHONY: help demo test soak lint docs dist format clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -14,15 +17,22 @@ help: ## what can be made
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sketchprop needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VERSIONS)
+	$(BIN)/python -m pip install --quiet --constraint $(VERSIONS) torch
+	$(BIN)/python -m pip install --quiet --constraint $(VERSIONS) --editable '.[dev]'
 	touch $@
 
 demo: $(READY) ## exact training, a smaller batch and kept tokens against the clock
 	$(BIN)/python demo/kept_tokens.py
 
-test: $(READY) lint ## lint, types, import order and all tests
+# Types are checked against one release of torch: its annotations differ from the next one's.
+test: $(READY) $(if $(TORCH),,lint) ## lint, types, import order and all tests; TORCH=2.x.y: with that release
 	$(BIN)/python -m pytest
+
+MINUTES ?= 10
+SEED ?=
+soak: $(READY) ## random cases for MINUTES=10; SEED=7 repeats a run
+	$(BIN)/python tests/fuzz/fuzz_run.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 lint: $(READY) ## ruff, mypy, import order
 	$(BIN)/ruff check

@@ -1,4 +1,4 @@
-"""python -m benchmarks linear | conv | model | tokens | memory | peak | import | page
+"""python -m benchmarks linear | conv | model | tokens | tuner | memory | peak | import | page
 
 Times exact and sketched work in turns, in random order, in one process, and reports the median of
 the ratios within a round, with quartiles. Both sides run under the same allocator settings; by
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from sketchprop.cli.show import show as show_tables
 from sketchprop.core.table import Column, Table, words
 
-from . import imports, layers, models, peak, tokens
+from . import imports, layers, models, peak, profile, tokens, tuner
 from .page import write_page
 from .results import FOLDER, Line, plot, save, show
 from .timing import restart_pinned
@@ -34,7 +34,7 @@ def main() -> None:
         restart_pinned(args.allocator)
     torch.set_num_threads(args.threads)
     command = "python -m benchmarks " + shlex.join(sys.argv[1:])
-    name = f"{args.command}-{args.threads}-thread{'s' * (args.threads > 1)}"
+    name = f"{args.command}{_kind(args)}-{args.threads}-thread{'s' * (args.threads > 1)}"
     output = args.output or FOLDER / f"{name}.json"
     title = f"{args.command}: time over exact, {args.threads} thread(s), {args.allocator} allocator"
     extras: dict[str, object] = {}
@@ -48,21 +48,24 @@ def main() -> None:
             layers.conv(args.batch, tuple(args.channels), args.size, args.budgets, args.seconds)
         )
     elif args.command == "model":
-        names = [n for n in models.MODELS if args.only.lower() in n.lower()]
+        names = _named(models.MODELS, args.only)
         lines = list(models.models(names, args.budgets, args.seconds, args.compile))
     elif args.command == "tokens":
-        names = [n for n in tokens.MODELS if args.only.lower() in n.lower()]
-        lines = list(tokens.tokens(names, args.seconds, args.compile))
+        lines, extras = _tokens(args)
     elif args.command == "import":
         rows = imports.imports(args.seconds)
         extras = {"rows": rows, "target": f"{imports.TARGET_SECONDS:g} s added"}
         _show_rows("Time of an import in a fresh process", rows)
+    elif args.command == "tuner":
+        rows = list(tuner.tuner(_named(tuner.CASES, args.only), args.small))
+        extras = {"rows": rows, "target": tuner.TARGET}
+        _show_rows("Training with a tuner, over training without", rows, TUNER)
     elif args.command == "peak":
-        names = [n for n in peak.MODELS if args.only.lower() in n.lower()]
-        found, shares = peak.peaks(names, args.small)
+        names = _named(peak.MODELS, args.only)
+        found, shares = peak.peaks(names, args.small, tuple(args.methods))
         extras = {"rows": found, "shares": shares}
     else:
-        names = [n for n in models.MODELS if args.only.lower() in n.lower()]
+        names = _named(models.MODELS, args.only)
         rows = models.memory(names, args.budgets[0], args.seconds, args.threads)
         extras = {"rows": rows}
         _show_rows("Allocator settings, each in a fresh process, in turns", rows, MEMORY)
@@ -77,9 +80,43 @@ def main() -> None:
         print(f"picture: {picture}")  # noqa: T201
 
 
+def _kind(args: argparse.Namespace) -> str:
+    """Compiled models are lines beside others; on kept tokens they are a table of their own."""
+    words_of = ("compile", "profile") if args.command == "tokens" else ()
+    return "".join(f"-{word}" for word in words_of if getattr(args, word))
+
+
+def _tokens(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
+    names = _named(tokens.MODELS, args.only)
+    if not args.profile:
+        run = tokens.compiled if args.compile else tokens.tokens
+        return list(run(names, args.seconds)), {}
+    found = profile.profiles(names, args.steps)
+    _show_rows("Shares of the exact step, by operation", found, PROFILE)
+    return [], {"rows": found}
+
+
+def _named(cases: Iterable[str], part: str) -> list[str]:
+    return [name for name in cases if part.lower() in name.lower()]
+
+
 MEMORY = (
     *(words("model"), words("allocator"), Column("exact_ms", ".4g"), Column("sketched_ms", ".4g")),
     *(Column("ratio", ".4g"), Column("page_faults", ",.0f"), Column("peak_mb", ",.0f")),
+)
+TUNER = (
+    *(words("case"), Column("steps"), Column("ratio", ".4f"), Column("counted", ".4f")),
+    *(Column("probes"), words("ends_exact"), words("why")),
+)
+
+PROFILE = (
+    *(words("model"), words("budgets"), words("operations")),
+    *(
+        Column(f"{kind} {way}", ".3f")
+        for kind in ("exact", "kept")
+        for way in ("forward", "backward")
+    ),
+    Column("above the floor", ".3f"),
 )
 
 
@@ -132,10 +169,17 @@ def _parser() -> argparse.ArgumentParser:
             model.add_argument("--compile", action="store_true", help="compiled steps too")
     kept = commands.add_parser("tokens", parents=[common], help="training steps on kept tokens")
     kept.add_argument("--only", default="", help="models whose name contains this")
-    kept.add_argument("--compile", action="store_true", help="compiled steps too")
+    how = kept.add_mutually_exclusive_group()
+    how.add_argument("--compile", action="store_true", help="compiled steps instead")
+    how.add_argument("--profile", action="store_true", help="what is left above the floor instead")
+    kept.add_argument("--steps", type=int, default=3, help="of a profile")
     most = commands.add_parser("peak", parents=[common], help="peak memory and largest batch")
     most.add_argument("--only", default="", help="models whose name contains this")
+    most.add_argument("--methods", nargs="+", choices=peak.METHODS, default=peak.METHODS)
     most.add_argument("--small", action="store_true", help="with a sixteenth of the batch")
+    tuned = commands.add_parser("tuner", parents=[common], help="what a tuner costs")
+    tuned.add_argument("--only", default="", help="cases whose name contains this")
+    tuned.add_argument("--small", action="store_true", help="made-up data and few steps")
     commands.add_parser("import", parents=[common], help="what importing sketchprop adds")
     commands.add_parser("page", help="docs/results/speed.md from the stored results")
     return parser

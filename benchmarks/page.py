@@ -29,17 +29,17 @@ large ones. Ratios close to their target lie within the spread of it.
 
 
 def write_page() -> Path:
-    parts = [HEAD]
+    parts, peaks = [HEAD], []
     for path in sorted(FOLDER.glob("*.json")):
         stored = json.loads(path.read_text(encoding="utf-8"))
         if not str(stored.get("command", "")).startswith("python -m benchmarks "):
             continue
         if path.stem.startswith("peak"):
-            memory = PAGE.with_name("memory.md")
-            memory.write_text(peak.page(stored), encoding="utf-8")
+            peaks.append(stored)
             continue
         parts.append(_section(path, stored))
     PAGE.parent.mkdir(parents=True, exist_ok=True)
+    PAGE.with_name("memory.md").write_text(peak.page(*peaks), encoding="utf-8")
     for picture in FOLDER.glob("*.png"):
         shutil.copy(picture, PAGE.parent / picture.name)
     PAGE.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")

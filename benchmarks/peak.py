@@ -226,14 +226,17 @@ def saved_shares(name: str, size: int) -> dict[str, float]:
     return {"linear inputs": inputs[0] / inputs[1], "all saved": kept.total / exact.total}
 
 
-def peaks(names: list[str], small: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def peaks(
+    names: list[str], small: bool, methods: tuple[str, ...] = METHODS
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A row for each model and method, and what ForwardRows leaves saved in each model."""
     rows, shares = [], []
     for name in names:
         size = max(GRAIN, MODELS[name][2] // (SMALL if small else 1))
-        shares.append({"model": name, **saved_shares(name, size)})
+        if "ForwardRows" in methods:
+            shares.append({"model": name, **saved_shares(name, size)})
         exact = in_fresh_process(name, "exact", size)
-        for method in METHODS:
+        for method in methods:
             if method == "Tokens" and name.startswith("MLP"):
                 continue
             peak = partial(in_fresh_process, name, method)
@@ -255,7 +258,7 @@ def peaks(names: list[str], small: bool) -> tuple[list[dict[str, Any]], list[dic
 
 HEAD = """# Memory, measured
 
-Written by `python -m benchmarks page` from `benchmarks/results/peak-1-thread.json`. The most that
+Written by `python -m benchmarks page` from `benchmarks/results/peak*.json`. The most that
 a training step (forward, backward, SGD) needs above model, gradients and batch: the high-water mark
 of the resident memory, each in a fresh process, with an allocator that returns large blocks at
 once. `ForwardRows`, its share of rows and that of `sampled_backward`: 0.1. Checkpointing computes
@@ -264,22 +267,25 @@ one, is that whose step needs no more than the exact step needs at the given bat
 """
 
 
-def page(stored: dict[str, Any]) -> str:
+def page(*results: dict[str, Any]) -> str:
     """docs/results/memory.md."""
-    machine = stored["machine"]
-    with_tokens = any(row["method"] == "Tokens" for row in stored["rows"])
-    about = f"{HEAD}`Tokens`: {TOKENS!r}.\n" if with_tokens else HEAD
-    parts = [about, f"`{stored['command']}` on {machine['cpu']}, torch {machine['torch']}.", ""]
-    parts += ["| model | method | batch | peak MB | of exact | largest batch | times exact's |"]
+    rows = [row for stored in results for row in stored["rows"]]
+    parts = [HEAD]
+    if any(row["method"] == "Tokens" for row in rows):
+        parts[0] += f"`Tokens`: `{TOKENS!r}`.\n"
+    for stored in results:
+        machine = stored["machine"]
+        parts.append(f"`{stored['command']}` on {machine['cpu']}, torch {machine['torch']}.")
+    parts += ["", "| model | method | batch | peak MB | of exact | largest batch | times exact's |"]
     parts += ["|---|---|---|---|---|---|---|"]
-    for row in stored["rows"]:
+    for row in rows:
         cells = [row["model"], row["method"], str(row["batch"]), f"{row['peak MB']:.1f}"]
         cells += [f"{row['of exact']:.2f}", str(row["largest batch"])]
         parts.append("| " + " | ".join([*cells, f"{row['times']:.2f}"]) + " |")
     parts += ["", "## What is saved for backward with `ForwardRows(0.1)`, as a share of exact", ""]
     parts += ["| model | inputs of the linear layers | limit | all that is saved |"]
     parts += ["|---|---|---|---|"]
-    for share in stored["shares"]:
+    for share in (share for stored in results for share in stored["shares"]):
         inputs = f"{share['linear inputs']:.3f}"
         inputs = inputs if share["linear inputs"] <= 1.1 * BUDGET else f"**{inputs}**"
         cells = [share["model"], inputs, f"{1.1 * BUDGET:.2f}", f"{share['all saved']:.3f}"]

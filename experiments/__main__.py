@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from sketchprop.data import DataError
 
+from .advise.study import ADVISE
 from .cifar.study import STUDIES
-from .finetune.study import FINETUNE
 from .lab import ExperimentError
 from .mnist.study import MNIST
 from .noise.study import NOISE
@@ -19,7 +19,7 @@ from .rows_mnist.study import ROWS_MNIST
 from .variance.study import VARIANCE
 from .weight_variance.study import WEIGHT_VARIANCE
 
-COMMANDS = (MNIST, RCS, ROWS_MNIST, VARIANCE, WEIGHT_VARIANCE, NOISE, PAY, FINETUNE)
+COMMANDS = (MNIST, RCS, ROWS_MNIST, VARIANCE, WEIGHT_VARIANCE, NOISE, ADVISE, PAY)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from sketchprop.cli.specs import UsageError, parse_sketch
-from sketchprop.sketches import Sketch
+from sketchprop.sketches import AnySketch, Sketch
 
 from .lab import ExperimentError
 
@@ -146,7 +146,7 @@ def find_method(name: str) -> Method:
     raise ExperimentError(f"method {name!r} is unknown; {hint}Known: {', '.join(METHODS)}")
 
 
-def make_sketch(expression: str) -> Sketch | None:
+def make_sketch(expression: str) -> AnySketch | None:
     """The sketch of a run's layers; ``None`` for exact ones."""
     if not expression or expression.startswith((SAMPLED, BATCH)):
         return None
@@ -156,7 +156,14 @@ def make_sketch(expression: str) -> Sketch | None:
         sketch = parse_sketch(expression)
     except UsageError as error:
         raise ExperimentError(f"{expression}: {error}") from error
-    assert isinstance(sketch, Sketch)
+    return sketch
+
+
+def layer_sketch(expression: str) -> Sketch | None:
+    """The same, for what knows single layers only."""
+    sketch = make_sketch(expression)
+    if not (sketch is None or isinstance(sketch, Sketch)):
+        raise ExperimentError(f"{expression} is for whole blocks; give a sketch of one layer")
     return sketch
 
 

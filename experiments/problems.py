@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -185,115 +185,6 @@ def _hide(rows: Tensor, source: torch.Generator) -> Batch:
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-
-
-class Classifier(nn.Module):
-    """A trained encoder with a new head on the mean of its tokens."""
-
-    def __init__(self, body: Bert, classes: int) -> None:
-        super().__init__()
-        self.body = body
-        self.classes = nn.Linear(body.norm.normalized_shape[0], classes)
-        del self.body.head
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        body = self.body
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = body.blocks(body.token(tokens) + body.position(places))
-        logits: Tensor = self.classes(body.norm(x).mean(1))
-        return logits
-
-
-def packages(small: bool, trained: dict[str, Tensor]) -> Problem:
-    """Which package of the standard library is a snippet from? Starts from ``trained``."""
-    parts = [_snippets(_source()[name]) for name in PACKAGES]
-    x, y = _labelled([part[0] for part in parts])
-    held_x, held_y = _labelled([part[1] for part in parts])
-    order = torch.randperm(len(held_y), generator=generator("held", 1))
-    first, second = (50, 100) if small else (1000, 2000)
-    chosen, tested = order[:first], order[first : first + second]
-
-    def model() -> nn.Module:
-        body = encoder(small)
-        body.load_state_dict(trained)
-        return Classifier(body, len(PACKAGES))
-
-    def balanced(source: torch.Generator, size: int) -> Batch:
-        """Every package as often as any other."""
-        wanted = torch.randint(len(PACKAGES), (size,), generator=source)
-        share = torch.rand(size, generator=source)
-        index = starts[wanted] + (share * counts[wanted]).long()
-        return x[index].long(), y[index]
-
-    counts = torch.bincount(y, minlength=len(PACKAGES))
-    starts = counts.cumsum(0) - counts
-    return Problem(
-        name="packages",
-        title=f"which of {len(PACKAGES)} packages is a snippet from, batch 64, AdamW",
-        model=model,
-        draw=balanced,
-        loss=F.cross_entropy,
-        validation=pieces(held_x[chosen], held_y[chosen], Tensor.long),
-        test=pieces(held_x[tested], held_y[tested], Tensor.long),
-        batch_size=8 if small else 64,
-        inner=in_blocks,
-    )
-
-
-def _labelled(parts: Sequence[Tensor]) -> Batch:
-    labels = [torch.full((len(part),), label) for label, part in enumerate(parts)]
-    return torch.cat(list(parts)), torch.cat(labels)
-
-
-@lru_cache(maxsize=1)
-def low_digits(small: bool) -> Problem:
-    """A small ViT tells 0 to 4 from each other."""
-    return _five_digits(small, 0, lambda: _digits_vit(small))
-
-
-def high_digits(small: bool, trained: dict[str, Tensor]) -> Problem:
-    """The same ViT with a new head tells 5 to 9 from each other. Starts from ``trained``."""
-
-    def model() -> nn.Module:
-        vit = _digits_vit(small)
-        head = vit.head
-        vit.head = nn.Identity()  # type: ignore[assignment]
-        vit.load_state_dict({k: v for k, v in trained.items() if not k.startswith("head.")})
-        vit.head = head
-        return vit
-
-    return _five_digits(small, 5, model)
-
-
-def _digits_vit(small: bool) -> ViT:
-    sizes = (16, 1, 2, 32) if small else (64, 3, 4, 256)
-    names = ("dim", "depth", "heads", "hidden")
-    return ViT(image=28, patch=7, channels=1, classes=5, **dict(zip(names, sizes, strict=True)))
-
-
-def _five_digits(small: bool, lowest: int, model: Callable[[], nn.Module]) -> Problem:
-    """Of MNIST: the digits from ``lowest`` to four above it."""
-    found = load_mnist(*((1024, 400, 400) if small else (0, 2000, 5000)), "normalised")
-    parts = []
-    for x, y in found:
-        own = (y >= lowest) & (y < lowest + 5)
-        parts.append((x[own], y[own] - lowest))
-    train, validation, test = parts
-    return Problem(
-        name=f"digits-{lowest}",
-        title=f"the digits {lowest} to {lowest + 4} of MNIST, batch 128, AdamW",
-        model=model,
-        draw=drawer(*train, _squares),
-        loss=F.cross_entropy,
-        validation=pieces(*validation, _squares),
-        test=pieces(*test, _squares),
-        batch_size=16 if small else 128,
-        inner=in_blocks,
-    )
-
-
-def _squares(rows: Tensor) -> Tensor:
-    return rows.view(-1, 1, 28, 28)
 
 
 def linear_layers(model: nn.Module, problem: Problem) -> list[str]:

@@ -19,8 +19,8 @@ from sketchprop.meters.cost.shapes import recorded_uses
 from ..lab.checkpoints import Checkpoint
 from ..lab.pictures import Parts, PictureFeed, split
 from ..lab.sweep import Run
-from ..lab.trainer import Recipe, Trainer, accuracy, best_device, initialised
-from ..methods import make_sketch
+from ..lab.trainer import Recipe, Trainer, accuracy, best_device, initialised, outputs
+from ..methods import layer_sketch
 from .study import SIZES, CifarCell, parse_size
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -63,7 +63,7 @@ PLACES: dict[str, Callable[[nn.Module, str], bool]] = {"all": sketched, "last": 
 
 def sketch_model(model: nn.Module, cell: CifarCell) -> nn.Module:
     """Sketches the layers that the cell names, in place."""
-    sketch = make_sketch(cell.sketch)
+    sketch = layer_sketch(cell.sketch)
     return model if sketch is None else sp.sketch_(model, sketch, PLACES[cell.layers])
 
 
@@ -89,7 +89,7 @@ def trainer_of(run: Run, device: torch.device | None = None) -> Trainer:
 
     def evaluate(model: nn.Module) -> tuple[float, float]:
         held, tested = (feed.batches(part) for part in feed.parts[1:])
-        return accuracy(model, held), accuracy(model, tested)
+        return accuracy(*outputs(model, held)), accuracy(*outputs(model, tested))
 
     marks = range(each, recipe.steps + 1, each)
     return Trainer(model, feed, recipe, evaluate, run.seed, marks, device=device)
@@ -122,7 +122,7 @@ def layer_shapes(cell: CifarCell) -> dict[str, Size]:
 
 def layer_ranks(cell: CifarCell) -> list[float]:
     """How many atoms each sketched layer keeps, or is expected to keep; exact: all columns."""
-    sketch = make_sketch(cell.sketch)
+    sketch = layer_sketch(cell.sketch)
     shapes = layer_shapes(cell).values()
     if sketch is None:
         return [float(shape.n) for shape in shapes]

@@ -11,8 +11,8 @@ import contextlib
 import importlib
 import multiprocessing
 import os
-import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +32,8 @@ from .sweep import Findings, Point, Run, planned_runs
 Trained = tuple["Job", list[Row]]
 Engine = Callable[[Sequence["Job"], int], Iterator[Trained]]
 Report = Callable[[float, float, str], None]
+LINE_EVERY = 20.0
+"""Seconds between two lines of progress in a file."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,23 @@ class Job:
 
 
 def run_sweep(
-    points: Sequence[Point],
+    missing: Callable[[Sequence[Row], Path], Sequence[Job]],
     store: Store,
     engine: Engine,
     workers: int,
     report: Report | None = None,
 ) -> int:
-    """Trains all that ``points`` need and ``store`` lacks; how many runs that were."""
+    """Trains what is missing, until nothing is; how many runs that were.
+
+    ``missing(rows, checkpoints)``: the jobs that can be done, knowing the rows of the runs that
+    were; asked again when these are done.
+    """
     done = 0
     kept = Checkpoints(store.folder / FOLDER)
     while True:
         rows = store.rows()
         kept.remove({row["run"] for row in rows})
-        jobs = missing_jobs(points, rows, kept.folder)
+        jobs = missing(rows, kept.folder)
         if not jobs:
             return done
         total, finished = sum(job.cost for job in jobs), 0.0
@@ -182,21 +188,7 @@ def in_ray(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
             ray.shutdown()
 
 
-def in_rotation(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
-    """All in this process, a stretch of one after a stretch of another: a slow minute meets all."""
-    order = random.Random(0)
-    with one_thread():
-        live = {job: job.runs[0].cell.stretches(job.runs, job.checkpoints) for job in jobs}
-        while live:
-            for job in order.sample(list(live), len(live)):
-                try:
-                    next(live[job])
-                except StopIteration as end:
-                    del live[job]
-                    yield job, _rows(job, end.value)
-
-
-ENGINES: dict[str, Engine] = {"processes": in_processes, "ray": in_ray, "rotation": in_rotation}
+ENGINES: dict[str, Engine] = {"processes": in_processes, "ray": in_ray}
 
 
 def _execute_alone(job: Job) -> list[Row]:
@@ -230,7 +222,10 @@ def _start_worker(parent: int) -> None:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Report]:
-    """A bar with the time left, on the error stream."""
+    """A bar with the time left, on the error stream; where that is no terminal, lines."""
+    if not sys.stderr.isatty():
+        yield _lines()
+        return
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -251,3 +246,23 @@ def progress_bar() -> Iterator[Report]:
             bar.update(line, completed=finished, total=total, description=text)
 
         yield report
+
+
+def _lines() -> Report:
+    """For a file or a pipe: a line now and then."""
+    start = last = time.monotonic()
+
+    def report(finished: float, total: float, text: str) -> None:
+        nonlocal start, last
+        now = time.monotonic()
+        if not finished:
+            start = now
+        elif now - last < LINE_EVERY and finished < total:
+            return
+        last, spent = now, now - start
+        left = f", {spent * (total / finished - 1) / 60:.0f} min left" if finished else ""
+        share = finished / total if total else 1.0
+        sys.stderr.write(f"{share:4.0%} · {text} · {spent / 60:.0f} min spent{left}\n")
+        sys.stderr.flush()
+
+    return report

@@ -10,7 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,17 @@ from .figures import draw_figure, order
 from .pages import write_csv, write_page
 from .selection import PointResult, Results
 from .store import Row, Schema, Store, read_rows, write_table
-from .sweep import Figures, Point, Protocol, Sweep, checked, make_sweep, read_preset, waiting_seeds
+from .sweep import (
+    Cell,
+    Figures,
+    Point,
+    Protocol,
+    Sweep,
+    checked,
+    make_sweep,
+    read_preset,
+    waiting_seeds,
+)
 
 SHOWN = 8
 """Of a claim with more comparisons only the least favourable are listed."""
@@ -139,6 +149,16 @@ class Reading:
         return [result for group in self.figures.values() for result in group]
 
 
+def schema_of(cell: Cell, findings: Mapping[str, type], sort_by: Sequence[str]) -> Schema:
+    """The columns of runs of such cells."""
+    own = {
+        f.name: str if isinstance(value := getattr(cell, f.name), tuple) else type(value)
+        for f in fields(cell)
+    }
+    order = (*sort_by, "sketch", "layers", "cell", "seed", "rate_index")
+    return Schema({**COLUMNS, **own, **findings}, order, ("wall_seconds", "seconds_curve"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SweepStudy(Study):
     """Runs are trained by an engine, stored, chosen on validation, drawn and judged."""
@@ -157,15 +177,7 @@ class SweepStudy(Study):
 
     @cached_property
     def schema(self) -> Schema:
-        cell = {
-            f.name: str if isinstance(value := getattr(self.protocol.base, f.name), tuple)
-            else type(value)
-            for f in fields(self.protocol.base)
-        }  # fmt: skip
-        order = (*self.sort_by, "sketch", "layers", "cell", "seed", "rate_index")
-        return Schema(
-            {**COLUMNS, **cell, **self.findings}, order, ("wall_seconds", "seconds_curve")
-        )
+        return schema_of(self.protocol.base, self.findings, self.sort_by)
 
     def load(self, preset: str) -> Sweep:
         """A preset by name, or any TOML file by path."""
@@ -208,7 +220,8 @@ class SweepStudy(Study):
             sp.keep_pages()
             with Store(out, self.schema) as store, contextlib.ExitStack() as stack:
                 report = None if options.quiet else stack.enter_context(progress_bar())
-                run_sweep(points, store, ENGINES[options.engine], options.workers, report)
+                missing = partial(missing_jobs, points)
+                run_sweep(missing, store, ENGINES[options.engine], options.workers, report)
                 write_table(store.rows(), out, self.schema)
             self.measure(sweep, points, out)
         reading = Reading(sweep, tuple(names), read_rows(out, self.schema), out)

@@ -7,7 +7,7 @@ import json
 import statistics
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,13 +46,6 @@ class Cell(ABC):
     @abstractmethod
     def train(self, runs: Sequence[Run], checkpoints: Checkpoints | None) -> list[Findings]:
         """Trains runs of this cell; what was found for each, in the same order."""
-
-    def stretches(
-        self, runs: Sequence[Run], checkpoints: Checkpoints | None
-    ) -> Generator[None, None, list[Findings]]:
-        """The same, with pauses in which others may take their turn."""
-        yield
-        return self.train(runs, checkpoints)
 
     def cost(self, runs: int) -> float:
         """About how many seconds so many runs take together, on one core of a laptop."""

@@ -32,7 +32,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 _LOOK_EVERY = 20
 """Steps between two looks at whether the loss is still finite."""
 _DIGITS = {"validation": 4, "test": 4, "loss": 6, "seconds": 4}
-_NUMBERS = ("steps", "clipped", "diverged", "flops", "seconds", "wall")
+_NUMBERS = ("steps", "stretch", "spent", "clipped", "diverged", "flops", "seconds", "wall")
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -49,6 +49,17 @@ class Feed(Protocol):
     def load_state(self, state: State) -> None: ...
 
 
+class Control(Protocol):
+    """Changes a model between its steps, and knows what they cost."""
+
+    def before(self, batch: Batch) -> float:
+        """Called before a step on this batch; its cost and that of what was done for it."""
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a model is trained: optimizer and schedule."""
@@ -57,6 +68,7 @@ class Recipe:
     """``sgd`` or ``adamw``."""
     learning_rate: float
     steps: int
+    """With a ``Control``: the cost that may be spent, in units of its own; so is ``warmup``."""
     weight_decay: float = 0.0
     momentum: float = 0.9
     """Of ``sgd``."""
@@ -68,13 +80,13 @@ class Recipe:
     clip: float = 0.0
     """Largest norm of the gradient; 0: no clipping."""
 
-    def rate(self, step: int) -> float:
+    def rate(self, step: float) -> float:
         """The learning rate of a step: up in a line, then down in a cosine."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / (self.warmup + 1)
         if not self.decay:
             return self.learning_rate
-        share = (step - self.warmup) / max(1, self.steps - 1 - self.warmup)
+        share = min(1.0, (step - self.warmup) / max(1, self.steps - 1 - self.warmup))
         low = min(self.final_rate, self.learning_rate)
         return low + (self.learning_rate - low) * (1 + math.cos(math.pi * share)) / 2
 
@@ -124,23 +136,29 @@ def step_flops(model: nn.Module, loss: Loss, batch: Batch, sampled: float = 0.0)
     return report.forward + kept.forward + kept.exact_backward
 
 
-def accuracy(model: nn.Module, batches: Iterable[Batch]) -> float:
-    """In percent, of the targets that are not -100."""
-    was, right, count = model.training, 0, 0
+def outputs(model: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+    """What the model says and what was wanted, sample by sample; in eval mode."""
+    was = model.training
     model.eval()
     with torch.no_grad():
-        for x, y in batches:
-            wanted = y != -100
-            right += int(((model(x).argmax(-1) == y) & wanted).sum())
-            count += int(wanted.sum())
+        pairs = [(model(x), y) for x, y in batches]
     model.train(was)
-    return 100.0 * right / max(1, count)
+    return torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])
+
+
+def accuracy(logits: Tensor, targets: Tensor) -> float:
+    """In percent, of the targets that are not -100."""
+    wanted = targets != -100
+    right = (logits.argmax(-1) == targets) & wanted
+    return 100.0 * int(right.sum()) / max(1, int(wanted.sum()))
 
 
 class Trainer:
     """One run in progress; all that changes is in ``state``.
 
-    ``marks`` are the steps after which ``evaluate(model)`` gives the scores on validation and test.
+    ``marks`` are the steps after which ``evaluate(model)`` gives the scores on validation and test;
+    with a ``control``, which makes steps of different costs, the costs after which it does.
+    ``worst`` is the score of a run whose loss is not finite any more.
     With a checkpoint a killed run goes on where it was saved; on the CPU its results are bitwise
     those of a run that was never stopped.
     """
@@ -157,13 +175,17 @@ class Trainer:
         loss: Loss = F.cross_entropy,
         sampled: float = 0.0,
         device: torch.device | None = None,
+        control: Callable[[nn.Module, torch.optim.Optimizer], Control] | None = None,
+        worst: float = 0.0,
     ) -> None:
         self.device = device or torch.device("cpu")
         self.model, self.feed, self.recipe, self.marks = model.to(self.device), feed, recipe, marks
         self.evaluate, self.loss_fn, self.sampled, self.seed = evaluate, loss, sampled, seed
+        self.worst = worst
         self.optimizer = recipe.make(model)
-        self.steps = self.clipped = self.diverged = 0
-        self.flops, self.seconds, self.wall = 0.0, 0.0, 0.0
+        self.control = control(self.model, self.optimizer) if control else None
+        self.steps = self.clipped = self.diverged = self.stretch = 0
+        self.spent, self.flops, self.seconds, self.wall = 0.0, 0.0, 0.0, 0.0
         self.loss = torch.zeros((), device=self.device)
         self.curves: dict[str, list[float | None]] = {name: [] for name in _DIGITS}
         self.random: list[Tensor] = []
@@ -196,18 +218,18 @@ class Trainer:
             else:
                 self._start()
             lost = False
-            while self.steps < mark and not lost:
+            while self.spent < mark and not lost:
                 lost = self.train_step()
-                if lost or self.steps == self.next_mark:
+                if lost or self.at_mark:
                     self._end_stretch(lost)
                 self.random = self._random()
                 if checkpoint:
                     checkpoint.offer(self.state)
 
     @property
-    def next_mark(self) -> int:
+    def at_mark(self) -> bool:
         done = len(self.curves["loss"])
-        return self.marks[done] if done < len(self.marks) else -1
+        return done < len(self.marks) and self.spent >= self.marks[done]
 
     def _start(self) -> None:
         """What a new run does once: counts a step, and seeds the draws."""
@@ -225,8 +247,9 @@ class Trainer:
         began = time.perf_counter()
         self.model.train()
         x, y = self.feed.next()
+        cost = self.control.before((x, y)) if self.control else 1.0
         for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.rate(self.steps)
+            group["lr"] = self.recipe.rate(self.spent)
         self.optimizer.zero_grad()
         if self.sampled:
             loss = sp.sampled_backward(self.model, self.loss_fn, x, y, self.sampled)
@@ -239,7 +262,9 @@ class Trainer:
         self.optimizer.step()
         self.loss += loss.detach()
         self.steps += 1
-        last = self.steps == self.next_mark
+        self.stretch += 1
+        self.spent += cost
+        last = self.at_mark
         lost = (last or self.steps % _LOOK_EVERY == 0) and not self._finite(last)
         spent = time.perf_counter() - began
         self.seconds += spent
@@ -256,19 +281,18 @@ class Trainer:
         done = len(self.curves["loss"])
         if lost:
             self.diverged, rest = done + 1, len(self.marks) - done
-            for name, value in (("validation", 0.0), ("test", 0.0), ("loss", None)):
+            for name, value in (("validation", self.worst), ("test", self.worst), ("loss", None)):
                 self.curves[name] += [value] * rest
             self.curves["seconds"] += [self.seconds] + [0.0] * (rest - 1)
-            self.steps = self.recipe.steps
+            self.spent = float(self.marks[-1])
         else:
-            length = self.steps - (self.marks[done - 1] if done else 0)
             scores = self.evaluate(self.model)
             for name, score in zip(("validation", "test"), scores, strict=True):
                 self.curves[name].append(score)
-            self.curves["loss"].append(float(self.loss) / length)
+            self.curves["loss"].append(float(self.loss) / self.stretch)
             self.curves["seconds"].append(self.seconds)
         self.loss.zero_()
-        self.seconds = 0.0
+        self.seconds, self.stretch = 0.0, 0
         self.wall += time.perf_counter() - began
 
     def state(self) -> State:
@@ -280,6 +304,7 @@ class Trainer:
             "curves": self.curves,
             "numbers": {name: getattr(self, name) for name in _NUMBERS},
             "random": self.random,
+            **({"control": self.control.state_dict()} if self.control else {}),
         }
 
     def load_state(self, state: State) -> None:
@@ -288,6 +313,8 @@ class Trainer:
         self.feed.load_state(state["feed"])
         self.loss.copy_(state["loss"])
         self.curves, self.random = state["curves"], state["random"]
+        if self.control:
+            self.control.load_state_dict(state["control"])
         for name in _NUMBERS:
             setattr(self, name, state["numbers"][name])
 
@@ -307,7 +334,7 @@ class Trainer:
                 f"{name}_curve": [v if v is None else round(v, _DIGITS[name]) for v in values]
                 for name, values in self.curves.items()
             },
-            "clipped_fraction": round(self.clipped / self.recipe.steps, 6),
+            "clipped_fraction": round(self.clipped / max(1, self.steps), 6),
             "diverged_epoch": self.diverged,
             "flops_step": self.flops,
             "wall_seconds": round(self.wall, 4),

@@ -27,7 +27,7 @@ from sketchprop.sketches import Sketch
 from ..lab.pictures import Parts, split
 from ..lab.sweep import Run
 from ..lab.trainer import generator
-from ..methods import SAMPLED, make_sketch, share_of
+from ..methods import SAMPLED, layer_sketch, share_of
 from .study import PIXELS, MnistCell
 
 AHEAD = 1 << 14
@@ -275,7 +275,7 @@ def _full_length(method: type[Sketch]) -> type[Sketch]:
 def layer_sketches(cell: MnistCell) -> list[Sketch]:
     """One for each layer; a layer that stays exact keeps all columns, which draws nothing."""
     count = len(cell.widths) - 1
-    sketch = make_sketch(cell.sketch)
+    sketch = layer_sketch(cell.sketch)
     if isinstance(sketch, Sketch) and sketch.sampling == "independent":
         options = {field.name: getattr(sketch, field.name) for field in fields(sketch)}
         sketch = _full_length(type(sketch))(**options)

@@ -1,118 +1,338 @@
-"""Does it pay? Accuracy against wall-clock and against honest FLOPs, exact and sketched."""
+"""Does it pay? Quality at equal wall-clock, the rate decayed to zero, against exact training at its
+best batch size."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import argparse
+import contextlib
+import csv
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sketchprop as sp
+
+from ..lab import ExperimentError
+from ..lab.engine import ENGINES, progress_bar, run_sweep
 from ..lab.figures import label_axes, picture
-from ..lab.pages import write_csv
-from ..lab.problem import PROBLEM_FINDINGS, Contest, CostStudy, Problem, ProblemCell, Track
-from ..lab.study import Reading
-from ..lab.sweep import Protocol
-from ..problems import small_vit, wide_mlp
+from ..lab.pages import read_json, write_csv, write_json
+from ..lab.store import Store, read_rows, write_table
+from ..lab.study import Study, schema_of
+from ..lab.sweep import checked
+from ..tasks.table import TASKS, Task
+from .earnest import run_in_earnest
+from .outcome import LEVEL, Curve, Outcome, Ratio
+from .runs import FINDINGS, Contest, Plan, TimedCell, missing_jobs
+from .times import measure_memory, measure_times, missing_kinds
+from .ways import EXACT, TUNER, Way, find_way
 
-BELOW: dict[str, tuple[float, ...]] = {"mlp": (1.0, 0.5, 0.2), "vit": (4.0, 2.0, 1.0)}
-"""The accuracies to be reached: so many points below the best of exact training."""
-TASKS = {"mlp": wide_mlp, "vit": small_vit}
+SCHEMA = schema_of(TimedCell(), FINDINGS, ("task", "way", "batch", "time"))
+TIMES, EARNEST = "times.json", "earnest.json"
+PREDICTED = Path("docs/results/advise/summary.csv")
+NOISE = Path("docs/results/tokens-noise")
+GOALS = {"yields": 0.70, "sst2": 0.90, "mrpc": 0.90, "vit": 0.75, "gpt": 1.03,
+         "sst2-padded": 0.65}  # fmt: skip
+"""Time to equal quality that was wanted: of kept tokens; gpt: of the tuner; sst2-padded: of a
+step."""
+
+
+FOR_THE_TUNER = ("gpt",)
+NOTES: dict[str, str] = {}
+"""What explains a result, by task."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PayCell(ProblemCell):
-    def make(self, folder: Path | None) -> Problem:
-        return TASKS[self.task](self.size == "small")
+class PayStudy(Study):
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        super().add_options(parser)
+        add = parser.add_argument
+        add("--task", choices=sorted(GOALS), help="only this one; all by default")
+        add(
+            "--times",
+            action="store_true",
+            help="only time the steps, which needs a quiet machine, and replace stored times",
+        )
+        add(
+            "--earnest",
+            action="store_true",
+            help="then run each task's winner and its control in turns and count seconds, which "
+            "needs a quiet machine",
+        )
+        add("--seconds", type=float, default=120.0, help="how long steps of a task are timed (120)")
+        add("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: in this one")
+        add("--engine", default="processes", choices=sorted(ENGINES), help="ray: a Ray cluster")
+        add("--plan", action="store_true", help="only say how much there is to do")  # fmt: skip
+
+    def contests(self, preset: str) -> tuple[str, list[Contest]]:
+        """What a preset says of each task."""
+        name, content, path = self.read_preset(preset)
+        (shared,) = checked((Contest(),), content.get("protocol", {}), f"{path} [protocol]")
+        found = []
+        for part in content.get("extra", ()):
+            where = f"{path} [[extra]]"
+            (own,) = checked((Contest(),), part, where)
+            found.append(replace(Contest(), **{**shared, **own}).check(where))
+        return name, found
+
+    def run(self, options: argparse.Namespace) -> int:
+        name, every = self.contests(options.preset)
+        out = self.out_folder(options, name)
+        asked = [c for c in every if options.task in (None, c.task)]
+        if not asked:
+            raise ExperimentError(f"preset {name} has no task {options.task}")
+        if not options.stored:
+            sp.keep_pages()
+            for contest in asked:
+                self._do(contest, out / contest.task, options)
+            if options.times or options.plan:
+                return 0
+        stored = [c for c in every if (out / c.task / TIMES).is_file()]
+        outcomes = {c.task: _outcome(c, out) for c in stored}
+        if options.earnest:
+            for contest in asked:
+                _earnest(outcomes[contest.task], out / contest.task, options.quiet)
+        written = [write_csv(out / "summary.csv", summary(outcomes, out)), *_draw(outcomes, out)]
+        return self.finish(written, out, {"preset": name, **_facts(outcomes, out)})
+
+    def _do(self, contest: Contest, folder: Path, options: argparse.Namespace) -> None:
+        """Times what was not timed, trains what was not trained."""
+        stored = (folder / TIMES).is_file() and not options.times
+        known = read_json(folder / TIMES) if stored else {}
+        if missing_kinds(contest, known):
+            known = measure_times(contest, known, options.seconds, options.quiet)
+        write_json(folder / TIMES, {**known, "saved": measure_memory(contest, known)})
+        if options.times:
+            return
+        costs = read_json(folder / TIMES)["costs"]
+        if options.plan:
+            sys.stdout.write(_plan(contest, costs, folder))
+            return
+        with Store(folder, SCHEMA) as store, contextlib.ExitStack() as stack:
+            report = None if options.quiet else stack.enter_context(progress_bar())
+            missing = partial(missing_jobs, contest, costs)
+            run_sweep(missing, store, ENGINES[options.engine], options.workers, report)
+            write_table(store.rows(), folder, SCHEMA)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PayStudy(CostStudy):
-    def draw(self, reading: Reading) -> list[Path]:
-        written: list[Path] = []
-        for task, (known, contest) in self.contests(reading).items():
-            written.append(write_csv(reading.out / f"{task}.csv", contest.table(task)))
-            draw = partial(_draw, contest=contest, title=known["title"])
-            written += picture(reading.out, task, 2, draw)
-        return written
-
-    def facts(self, reading: Reading) -> dict[str, Any]:
-        parts = []
-        for task, (known, contest) in self.contests(reading).items():
-            best = max(m["test"] for m in contest.exact[0].moments)
-            targets = [max(0.0, round(best - points, 1)) for points in BELOW[task]]
-            lines, verdict = outcome_lines(contest, targets), _verdict(contest, max(targets))
-            parts.append({"task": task, **known, "targets": targets, "lines": lines, **verdict})
-        return {"parts": parts}
+def _earnest(outcome: Outcome, folder: Path, quiet: bool) -> None:
+    """Where there is a winner, the clock is asked too."""
+    best = _best(outcome)
+    if best is not None and best[1].value <= 1:
+        found = run_in_earnest(outcome, best[0], best[1].value, quiet)
+        write_json(folder / EARNEST, found)
 
 
-def reached(track: Track, target: float, axis: str) -> float:
-    """Where on ``axis`` (seconds or cost) the test accuracy first meets ``target``, by linear
-    interpolation between moments; infinite if never."""
-    before = (0.0, 0.0)
-    for moment in track.moments:
-        now = (moment[axis], moment["test"])
-        if now[1] >= target:
-            rise = now[1] - before[1]
-            share = (target - before[1]) / rise if rise > 0 and before[0] > 0 else 1.0
-            return float(before[0] + share * (now[0] - before[0]))
-        before = now
-    return math.inf
+def _plan(contest: Contest, costs: Mapping[str, float], folder: Path) -> str:
+    rows = read_rows(folder, SCHEMA) if (folder / "runs.sqlite").is_file() else []
+    jobs = missing_jobs(contest, costs, rows, folder)
+    seconds = read_json(folder / TIMES)["seconds"][f"/{contest.middle}"]
+    hours = seconds * sum(job.cost for job in jobs) / 3600
+    done = sum(row["time"] for row in rows) * seconds / 3600
+    more = "" if _all_chosen(contest, costs, rows) else ", more when rates are chosen"
+    stored = f"{len(rows)} runs stored ({done:.2f} core-hours)"
+    return f"{contest.task}: {stored}, {len(jobs)} missing ({hours:.2f} core-hours){more}\n"
 
 
-def outcome_lines(contest: Contest, targets: Sequence[float]) -> list[list[str]]:
-    exact = contest.exact[0]
+def _all_chosen(contest: Contest, costs: Mapping[str, float], rows: Sequence[Any]) -> bool:
+    plan = Plan(contest, costs, {row["run"]: row["validation_accuracy"] for row in rows})
+    return all(plan.best_batch(find_way(name)) is not None for name in contest.ways)
+
+
+def _outcome(contest: Contest, out: Path) -> Outcome:
+    folder = out / contest.task
+    stored = any((folder / name).is_file() for name in ("runs.sqlite", "results.csv"))
+    rows = read_rows(folder, SCHEMA) if stored else []
+    return Outcome(contest, read_json(folder / TIMES)["costs"], rows)
+
+
+def noise_of(task: str, sketch: str) -> tuple[float, float] | None:
+    """The smallest and the largest V/σ² that were measured over the training of a task."""
+    path = NOISE / task / "results.json"
+    if not path.is_file() or not sketch.startswith("Tokens("):
+        return None
+    made = sp.Tokens(float(sketch[len("Tokens(") : -1]))
+    word = "/".join(f"{float(s):g}" for s in (made.budget, made.query_budget, made.key_budget))
+    found = [line["ratio"] for key, line in read_json(path)["noise"].items()
+             if key.partition("/")[2] == word]  # fmt: skip
+    return (min(found), max(found)) if found else None
+
+
+def summary(outcomes: Mapping[str, Outcome], out: Path) -> list[dict[str, Any]]:
+    """A line for each way on each task."""
     lines = []
-    for way in contest.ways:
-        for track in contest.of(way)[:1]:
-            cells = [way.label, f"{track.row['learning_rate']:g}", f"{track.row['cost']:.3f}"]
-            cells.append(f"{track.step_seconds / exact.step_seconds:.3f}")
-            cells.append(f"{max(m['test'] for m in track.moments):.2f}")
-            for axis in ("seconds", "cost"):
-                cells += [_ratio(track, exact, target, axis) for target in targets]
-            lines.append(cells)
+    for task, outcome in outcomes.items():
+        if not outcome.contest.trained:
+            continue
+        for curve in outcome.curves:
+            ratio, noise = outcome.ratio(curve), noise_of(task, curve.way.sketch)
+            lines.append({
+                "task": task, "way": curve.way.name, "batch": curve.batch, "rate": curve.rate,
+                "step_ratio": outcome.cost(curve), "noise": noise[1] if noise else "",
+                "time_ratio": ratio.value if ratio else "", "low": ratio.low if ratio else "",
+                "high": ratio.high if ratio else "", "seeds": len(outcome.contest.seeds),
+                "quality": curve.last, "steps": curve.steps,
+            })  # fmt: skip
     return lines
 
 
-def _ratio(track: Track, exact: Track, target: float, axis: str) -> str:
-    a, b = reached(track, target, axis), reached(exact, target, axis)
-    return f"{a / b:.2f}" if math.isfinite(a) and math.isfinite(b) and b > 0 else "-"
+def _draw(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
+    shown = [o for o in outcomes.values() if o.curves]
+    if not shown:
+        return []
+
+    def draw(axes: Sequence[Any]) -> None:
+        for panel, outcome in zip(axes, shown, strict=True):
+            _panel(panel, outcome)
+        axes[0].legend(fontsize=6, loc="lower right")
+
+    return picture(out, "figure", len(shown), draw, size=(3.4, 3.0))
 
 
-def _verdict(contest: Contest, target: float) -> dict[str, Any]:
-    """Which ways gain, lose, or never reach the highest of the accuracies."""
-    base = reached(contest.exact[0], target, "seconds")
-    kinds: dict[str, list[str]] = {"gains": [], "losses": [], "never": []}
-    for way in contest.ways[1:]:
-        ratio = reached(contest.of(way)[0], target, "seconds") / base
-        if math.isfinite(ratio):
-            kinds["gains" if ratio < 1 else "losses"].append(f"{way.label} ({ratio:.2f})")
-        else:
-            kinds["never"].append(way.label)
-    return {"target": target, "base": base, **{k: ", ".join(v) or "none" for k, v in kinds.items()}}
+def _panel(panel: Any, outcome: Outcome) -> None:
+    control = outcome.control
+    for curve in outcome.curves:
+        exact = curve.way.name == EXACT
+        best = curve is control
+        label = f"exact, batch {curve.batch}" if exact else curve.way.label
+        look = {"color": curve.way.colour if best or not exact else "0.6", "ls": curve.way.line}
+        means = [curve.mean(s, range(len(curve.points[s]))) for s in curve.shares]
+        errors = [curve.spread(s) for s in curve.shares]
+        panel.errorbar(curve.shares, means, errors, marker="o", ms=3, lw=1.2, capsize=2,
+                       label=label, **look)  # fmt: skip
+    if control is not None and 1.0 in control.points:
+        panel.axhline(control.last, color="k", lw=0.6, ls=":")
+    task = TASKS[outcome.contest.task]
+    label_axes(panel, task.name, "time, of the whole", task.quality)
 
 
-def _draw(axes: Sequence[Any], contest: Contest, title: str) -> None:
-    named = (("seconds", "seconds of training"), ("cost", "FLOPs, in exact steps"))
-    for panel, (axis, text) in zip(axes, named, strict=True):
-        for way in contest.ways:
-            for track in contest.of(way)[:1]:
-                x, y = ([m[key] for m in track.moments] for key in (axis, "test"))
-                panel.plot(x, y, marker="o", ms=2, lw=1.2, **way.look)
-        best = max((m["test"] for t in contest.tracks for m in t.moments), default=100.0)
-        panel.set_ylim(max(0.0, best - (5 if best > 90 else 25)), best + 1)
-        label_axes(panel, title, text, "test accuracy (%)")
-    axes[0].legend(fontsize=6, loc="lower right")
+def _facts(outcomes: Mapping[str, Outcome], out: Path) -> dict[str, Any]:
+    parts = [_part(TASKS[task], outcome, out / task) for task, outcome in outcomes.items()]
+    return {"parts": parts, "level": LEVEL, "noise_page": "../tokens-noise"}
+
+
+def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
+    """What the page says of a task."""
+    contest, times = outcome.contest, read_json(folder / TIMES)
+    facts = {
+        "task": task, "anchor": task.name, "contest": contest, "times": times,
+        "seconds": times["seconds"][f"/{contest.middle}"] * contest.length,
+        "predicted": _predicted(task.name),
+    }  # fmt: skip
+    if not contest.trained:
+        way = find_way(contest.ways[-1])
+        key = f"{way.sketch}/{contest.middle}"
+        quartiles = " - ".join(f"{q:.2f}" for q in times["quartiles"][key])
+        step = f"{times['costs'][key]:.2f}"
+        memory = _memory(times, way.sketch)
+        return {**facts, "step": step, "quartiles": quartiles, "memory": memory,
+                "goal": GOALS[task.name]}  # fmt: skip
+    shown = _shown(outcome)
+    shares = [f"{share:g} T" for share in contest.shares]
+    return {
+        **facts,
+        **(_headline(outcome, *shown, folder) if shown else dict.fromkeys(HEADLINE, "-")),
+        "goal": f"≤ {GOALS[task.name]:.2f}",
+        "header": ["way", "rate", "steps", "step", "V/σ²", *shares, "time to equal quality"],
+        "lines": [_line(outcome, curve) for curve in outcome.curves],
+        "tuned": [_tuned(outcome, way, batch) for way, batch in outcome.plan.sides],
+        "note": NOTES.get(task.name, ""),
+    }  # fmt: skip
+
+
+HEADLINE = ("winner", "ratio", "step", "noise", "memory", "earnest")
+
+
+def _headline(outcome: Outcome, curve: Curve, ratio: Ratio, folder: Path) -> dict[str, str]:
+    noise = noise_of(outcome.contest.task, curve.way.sketch)
+    return {
+        "winner": curve.way.label,
+        "ratio": ratio.text(),
+        "step": f"{outcome.cost(curve):.2f}",
+        "noise": "" if noise is None or curve.way.control else f"{noise[0]:.2g} - {noise[1]:.2g}",
+        "memory": _memory(read_json(folder / TIMES), curve.way.sketch),
+        "earnest": _by_clock(folder),
+    }
+
+
+def _shown(outcome: Outcome) -> tuple[Curve, Ratio] | None:
+    """The winner; on a task that is there for the tuner, the tuner."""
+    if outcome.contest.task not in FOR_THE_TUNER:
+        return _best(outcome)
+    found = [c for c in outcome.curves if c.way.control == TUNER]
+    ratio = outcome.ratio(found[0]) if found else None
+    return (found[0], ratio) if ratio else None
+
+
+def _memory(times: Mapping[str, Any], sketch: str) -> str:
+    saved = times.get("saved", {})
+    return f"{saved[sketch] / saved['']:.2f}" if sketch in saved else ""
+
+
+def _by_clock(folder: Path) -> str:
+    """Seconds over the control's seconds, for the very share of the time that was counted."""
+    if not (folder / EARNEST).is_file():
+        return ""
+    found = read_json(folder / EARNEST)
+    return f"{found['ratio']:.2f} (counted {found['share']:.2f})"
+
+
+def _predicted(task: str) -> str:
+    """What ``advise`` said of the task before anything was trained."""
+    if not PREDICTED.is_file():
+        return ""
+    with PREDICTED.open(newline="", encoding="utf-8") as file:
+        found = {row["task"]: row for row in csv.DictReader(file)}
+    if task not in found:
+        return ""
+    change, answer = float(found[task]["change"]), found[task]["answer"]
+    return answer if change == 1 else f"{change:.2f}: `{answer}`"
+
+
+def _best(outcome: Outcome) -> tuple[Curve, Ratio] | None:
+    """The sketched way that is soonest as good as the control, and how soon."""
+    found = [
+        (curve, ratio)
+        for curve in outcome.curves
+        if curve.way.name != EXACT and (ratio := outcome.ratio(curve)) is not None
+    ]
+    return min(found, key=lambda pair: (pair[1].value, -pair[0].last)) if found else None
+
+
+def _tuned(outcome: Outcome, way: Way, batch: int) -> list[str]:
+    """The rates that were tried and how they did."""
+    cells = []
+    for run in outcome.plan.tried(way, batch):
+        score = outcome.plan.scores.get(run.identity)
+        cells.append(f"{run.learning_rate:g}: {'-' if score is None else f'{score:.4g}'}")
+    return [way.label, str(batch), "; ".join(cells)]
+
+
+def _line(outcome: Outcome, curve: Curve) -> list[str]:
+    ratio, noise = outcome.ratio(curve), noise_of(outcome.contest.task, curve.way.sketch)
+    label = f"exact, batch {curve.batch}" if curve.way.name == EXACT else curve.way.label
+    if curve is outcome.control:
+        label = f"**{label}** (control)"
+    cells = [label, f"{curve.rate:g}", str(curve.steps), f"{outcome.cost(curve):.3f}"]
+    cells.append("" if noise is None or curve.way.control else f"{noise[0]:.2g} - {noise[1]:.2g}")
+    for share in outcome.contest.shares:
+        if share not in curve.points:
+            cells.append("")
+            continue
+        mean = curve.mean(share, range(len(curve.points[share])))
+        text = f"{mean:.4g} ± {curve.spread(share):.2g}"
+        if TASKS[outcome.contest.task].second and share == 1.0:
+            text += f" (F1 {sum(curve.second[share]) / len(curve.second[share]):.4g})"
+        cells.append(text)
+    cells.append("1" if curve is outcome.control else ratio.text() if ratio else "")
+    return cells
 
 
 PAY = PayStudy(
     name="pay",
-    help="accuracy against wall-clock and FLOPs",
-    out="docs/results/rows-pay",
-    title="Does it pay?",
-    tasks=tuple(TASKS),
-    protocol=Protocol(PayCell(), seeds=(0,), learning_rates=(0, 1, 2), tuning_seeds=1, widen=0),
-    findings=PROBLEM_FINDINGS,
-    sort_by=("task",),
+    help="quality at equal wall-clock, against exact training at its best",
+    out="docs/results/pay",
 )

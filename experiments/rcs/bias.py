@@ -23,7 +23,7 @@ from ..lab import ExperimentError
 from ..lab.layers import captured
 from ..lab.pages import missing, write_csv
 from ..lab.trainer import Batch
-from ..methods import METHODS, make_sketch
+from ..methods import METHODS, layer_sketch
 
 TABLE = "bias.csv"
 RARE = 1e-3
@@ -96,7 +96,7 @@ def measure_bias(
     found: list[LayerBias] = []
     for name, (G, W, X) in captured(model, batch, layers).items():
         for method, budget in methods:
-            sketch = make_sketch(METHODS[method].expression(budget))
+            sketch = layer_sketch(METHODS[method].expression(budget))
             if sketch is None or sketch.sampling == "independent":
                 raise ExperimentError(f"{method}: the mean is known for exact-size draws only")
             n, d = W.shape

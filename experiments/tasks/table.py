@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from sketchprop.zoo import ViT
 
@@ -20,7 +20,7 @@ from ..lab.problem import Problem
 from ..lab.trainer import Batch, generator
 from ..problems import cifar_vit, drawer, in_blocks, pieces, pixels, token_loss
 from .models import CharacterGPT, in_layers, minilm, tiny_encoder, yield_encoder
-from .scores import negative_loss, r_squared
+from .scores import f1, negative_loss, r_squared
 from .texts import (
     Texts,
     drawn_at_random,
@@ -38,6 +38,8 @@ HELD = 432
 """Training reactions that are kept apart to choose rates on: the data has no part for that."""
 PAD = 0
 """Of all encoders here."""
+LOST = -1e4
+"""The score of a lost run, where scores may be below zero."""
 BLOCK = 64
 """Characters that the GPT sees."""
 
@@ -59,6 +61,8 @@ class Task:
     """What exact training must reach here before anything is compared with it."""
     pad: int = -1
     """The token that fills short rows; none by default."""
+    second: Callable[[Tensor, Tensor], float] | None = None
+    """Another score of outputs for targets, to be shown beside the first."""
 
     def problem(self, small: bool = False) -> Problem:
         return self.make(small)
@@ -95,6 +99,7 @@ def yields(small: bool) -> Problem:
         batch_size=8 if small else 16,
         inner=in_layers,
         score=r_squared,
+        worst=LOST,
     )
 
 
@@ -168,6 +173,7 @@ def gpt(small: bool) -> Problem:
         batch_size=4 if small else 12,
         inner=in_layers,
         score=negative_loss(token_loss),
+        worst=LOST,
     )
 
 
@@ -206,7 +212,7 @@ _TASKS = (
          "80 after 15 epochs", pad=PAD),
     Task("mrpc", mrpc, 5e-5, (0, 40, 120), "accuracy and F1 on the test pairs (%)",
          "BERT-Medium: accuracy 81.6, F1 86.6; MiniLM-L12: F1 89.5",
-         "what BERT-Medium has, within the spread of seeds", pad=PAD),
+         "what BERT-Medium has, within the spread of seeds", pad=PAD, second=f1),
     Task("sst2", sst2, 5e-5, (0, 30, 100), _ACCURACY,
          "BERT-Small: 89.7; MiniLMv2-L6 on dev: 86.2, 89.9, 90.5, 92.0 after epochs 1 to 4",
          "86 on dev after an epoch", pad=PAD),

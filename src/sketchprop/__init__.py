@@ -17,7 +17,8 @@ from .layers import SketchedLinear, SketchedModule, select, sketchable
 from .layers.schedule import Ladder, set_budget_
 from .layers.summary import summary
 from .layers.transform import exact, sketch_, unsketch_
-from .meters import Monitor, advise, check_unbiased, measure, plan
+from .layers.validate import Finding, validate
+from .meters import Monitor, advise, check_unbiased, measure, plan, trial
 from .ops import branch, gate, kept_attention, sketched_conv, sketched_linear
 from .sampled.loss import sampled_backward, sampled_loss
 from .sketches import (
@@ -53,6 +54,7 @@ __all__ = [
     "Diagonal",
     "ElementMask",
     "Every",
+    "Finding",
     "ForwardRows",
     "Fresh",
     "GradientSVD",
@@ -96,5 +98,7 @@ __all__ = [
     "sketched_conv",
     "sketched_linear",
     "summary",
+    "trial",
     "unsketch_",
+    "validate",
 ]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
 from distributed_helpers import of, run_once
@@ -220,6 +221,46 @@ def chained() -> dict[str, Any]:
     return {"z": z, "sharing": shared.sharing(), "late": outcome(lambda: grads(late, 3))}
 
 
+class Repeated(nn.Module):
+    """One body twice, each time in a reentrant checkpoint: backward passes inside of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.body = nn.Sequential(nn.Linear(12, 12), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.body, x, use_reentrant=True)
+        return x
+
+
+def checkpointed() -> dict[str, Any]:
+    """Where a layer lies above itself in checkpoints, and where it does not."""
+    x, _ = batch(seed=dist.get_rank() + 1)
+
+    def grads(m: Any, seed: int) -> list[Tensor]:
+        seed = seed * 2 + dist.get_rank()
+        return gradients(m.parameters(), lambda: m(x.clone()).square().mean(), seed)
+
+    def wrapped(sketch: sp.Sketch | None) -> Any:
+        model = Repeated()
+        if sketch is not None:
+            sp.sketch_(model, sketch, sp.select.everything)
+        return DistributedDataParallel(model, static_graph=True)
+
+    model = wrapped(sp.L1(0.3))
+    shared = share_draws_(model)
+    truth = grads(wrapped(None), 0)
+    grads(model, 0)
+    return {
+        "z": largest_z(truth, lambda k: grads(model, k + 1), DRAWS),
+        "sharing": shared.sharing(),
+    }
+
+
 def joined() -> dict[str, Any]:
     """Ranks with different numbers of batches, under join; then in step again, densely.
 
@@ -309,6 +350,7 @@ CASES = (
     not_finite,
     skipped_layer,
     chained,
+    checkpointed,
     joined,
     join_is_exact,
 )
@@ -411,6 +453,12 @@ def test_a_model_called_on_its_own_output_is_unbiased_or_refused(results) -> Non
         assert record["z"] < Z_LIMIT
         assert record["sharing"] == ()
         assert "has rows that the shared draw did not keep" in record["late"]
+
+
+def test_a_layer_above_itself_in_reentrant_checkpoints_is_unbiased(results) -> None:
+    for record in of(results, checkpointed):
+        assert record["z"] < Z_LIMIT
+        assert record["sharing"] == ()
 
 
 def test_uneven_inputs_under_join(results) -> None:

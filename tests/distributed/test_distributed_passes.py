@@ -64,6 +64,55 @@ def test_both_passes_use_one_draw(build, shape, last) -> None:
         assert torch.equal(one, two)
 
 
+def block(first: bool, mlp: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True, norm_first=first)
+    return nn.Sequential(sp.sketch_(nn.Sequential(layer), sp.Tokens(0.3)), mlp)
+
+
+class Gated(nn.Module):
+    """A row-wise function that no chain of steps describes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = sp.branch(lambda x: self.up(x) * self.gate(x).sigmoid(), x, 0.3,
+                              parameters=self.parameters())  # fmt: skip
+        return y
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mixed: Tensor = sp.kept_attention(q, k, v, queries=0.3)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["norm first", "norm last"])
+def test_kept_tokens_are_drawn_once_for_both_passes(first) -> None:
+    model = nn.Sequential(Attending(), block(first, Gated()), block(first, nn.Identity()))
+    x = torch.randn(3, 10, 8)
+    G = torch.randn_like(model(x))
+    for one, two in zip(in_one_pass(model, x, G), in_two_passes(model, x, G), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["norm first", "norm last"])
+def test_kept_tokens_are_drawn_anew_for_the_same_question(first) -> None:
+    model = block(first, nn.Identity())
+    x = torch.randn(3, 10, 8, requires_grad=True)
+    y = model(x)
+    G = torch.randn_like(y)
+    ask = lambda: torch.autograd.grad(y, x, G, retain_graph=True)[0]  # noqa: E731
+    assert not torch.equal(ask(), ask())
+
+
 def test_each_product_is_made_once(monkeypatch) -> None:
     model = sketched(linear_net, sp.L1(0.25))
     x = torch.randn(16, 12)

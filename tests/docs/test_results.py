@@ -15,8 +15,6 @@ COMMANDS = {
     "cifar-bagnet17-cpu": ["cifar", "--model", "bagnet17"],
     "rcs-cpu": ["rcs"],
     "rows-mnist": ["rows-mnist"],
-    "rows-pay": ["pay"],
-    "rows-finetune": ["finetune"],
     "rows-variance": ["variance"],
     "rows-weight-variance": ["weight-variance"],
     "tokens-noise/mrpc": ["noise", "--task", "mrpc"],

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tuner import CASES, tuner
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -56,3 +58,29 @@ def test_a_benchmark_runs(tmp_path, arguments):
     if arguments[0] == "linear":
         assert {line["budget"] for line in result["lines"]} == {0.1, 0.5}
         assert "overhead" in printed
+
+
+def test_a_tuner_is_timed_against_plain_training():
+    rows = list(tuner(CASES, small=True))
+    assert [row["case"] for row in rows] == list(CASES)
+    for row in rows:
+        assert row["steps"] == 100
+        assert row["ratio"] > 0
+        assert row["counted"] >= 1
+        assert isinstance(row["ends_exact"], bool)
+
+
+def test_a_profile_accounts_for_all_of_a_step(monkeypatch):
+    from benchmarks import profile, tokens
+
+    monkeypatch.setitem(tokens.MODELS, "tiny", tokens.Size(16, 1, 2, 16, 2, 64))
+    monkeypatch.setitem(tokens.TARGETS, "tiny", {tokens.Budgets(0.3, 0.3, 0.3): 0.6})
+    *groups, whole = profile.profiles(["tiny"], 1)
+    assert whole["exact forward"] + whole["exact backward"] == pytest.approx(1)
+    for column in ("exact forward", "exact backward", "kept forward", "kept backward"):
+        assert sum(row[column] for row in groups) == pytest.approx(whole[column])
+        assert all(row[column] > 0 for row in groups if row["operations"] != "rows moved")
+    left = tokens.MODELS["tiny"].left(tokens.Budgets(0.3, 0.3, 0.3))
+    floor = whole["exact forward"] + left * whole["exact backward"]
+    total = whole["kept forward"] + whole["kept backward"]
+    assert whole["above the floor"] == pytest.approx(total - floor)

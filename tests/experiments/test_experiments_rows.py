@@ -1,27 +1,20 @@
 """The experiments on rows: closed forms against enumeration, runs that resume, smoke runs."""
 
 import itertools
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import nn
 
-from experiments import problems
 from experiments.__main__ import main
-from experiments.lab import ExperimentError
 from experiments.lab.checkpoints import Checkpoint
-from experiments.lab.engine import in_rotation, run_sweep
 from experiments.lab.noise import exact_gradient
 from experiments.lab.pictures import Parts
-from experiments.lab.problem import Problem, ProblemCell, Track, contest_of, step_ratio, way_of
-from experiments.lab.selection import Results
-from experiments.lab.store import Store
-from experiments.lab.sweep import Point, Protocol, Run
+from experiments.lab.problem import Problem
+from experiments.lab.sweep import Run
 from experiments.methods import METHODS
 from experiments.mnist import stack as mnist
 from experiments.mnist.study import MNIST
-from experiments.pay.study import PAY, reached
 from experiments.peers import wta_probabilities
 from experiments.variance import study as variance
 from experiments.weight_variance import study as weight_variance
@@ -130,7 +123,6 @@ def digits(count=64):
     )
 
 
-HALVES = digits()
 WAYS = (("exact", 1.0), ("batch", 0.3), ("samples-one", 0.3), ("sampled", 0.3), ("default-l1", 0.3))
 
 
@@ -150,58 +142,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(way, tmp_path):
         assert again.curves[name] == whole.curves[name]
     for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert a.equal(b)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HalvesCell(ProblemCell):
-    def make(self, folder):
-        return HALVES
-
-
-def test_ways_spend_the_same_cost_and_keep_their_best_rate(tmp_path):
-    cell = HalvesCell(task="halves", length=60, points=4, rates=(0.03, 1e-9))
-    protocol = Protocol(cell, learning_rates=(0, 1), seeds=(0, 1), tuning_seeds=1, widen=0)
-    points = [Point(name, "all", budget, protocol) for name, budget in WAYS]
-    with Store(tmp_path, replace(PAY, protocol=protocol).schema) as store:
-        assert run_sweep(points, store, in_rotation, 1) == 3 * len(WAYS)
-        results = Results(store.rows())
-    contest = contest_of(results, results.of_all(points))
-    assert [way.word for way in contest.ways] == [
-        "exact",
-        "batch-0.53",
-        "sample-0.3",
-        "sampled-0.3",
-        "l1-0.3",
-    ]
-    for track in contest.tracks:
-        assert track.chosen == (track.row["learning_rate"] == 0.03)
-        assert len(track.moments) == 4
-        assert track.row["steps"] * track.row["cost"] == pytest.approx(60, abs=1)
-        assert not track.chosen or 0 < reached(track, 60.0, "cost") <= 60
-    costs = {track.way.word: track.row["cost"] for track in contest.tracks}
-    assert costs["exact"] == 1
-    assert costs["batch-0.53"] == pytest.approx(11 / 20)
-    assert costs["sampled-0.3"] == step_ratio(HALVES, "sampled_backward(0.3)", "all")
-    assert 0.3 < costs["sampled-0.3"] < 0.9
-    assert max(m["test"] for track in contest.tracks for m in track.moments) > 80
-    assert len(contest.table("halves")) == 4 * len(contest.tracks)
-
-
-def test_a_learning_rate_that_is_not_listed_is_refused_before_anything_runs(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text('[[extra]]\ntask = "mlp"\nrates = [0.1]\nmethods = ["exact"]')
-    with pytest.raises(ExperimentError, match=r"rates = \[0.1\] has no such place; use .* \[0\]"):
-        PAY.load(str(path))
-
-
-def test_where_an_accuracy_was_reached():
-    row = {"steps": 20, "cost": 1.0, "test_curve": [50.0, 70.0]}
-    row |= {key: [1.0, 1.0] for key in ("seconds_curve", "loss_curve", "validation_curve")}
-    track = Track(way_of(Point("exact", "all", 1.0, PAY.protocol)), row, True)
-    assert reached(track, 60.0, "cost") == 15.0
-    assert reached(track, 40.0, "cost") == 10.0
-    assert reached(track, 71.0, "cost") == float("inf")
-    assert track.step_seconds == 0.1
 
 
 @pytest.mark.parametrize("name", ["l1", "tokens", "tokens-shuffled", "sampled"])
@@ -243,23 +183,7 @@ SMOKE = {
     "rows-mnist": ("rows-mnist.png", "points it may lose", "sampled_backward"),
     "variance": ("variance.svg", "break-even", "tokens ‖g‖‖x‖, shuffled"),
     "weight-variance": ("weight-variance.png", "WTA-CRS / ours", "| bytes | 0.3 | 4 |"),
-    "pay": ("vit.svg", "Net loss", "FLOPs to"),
-    "finetune": ("digits.png", "Tails", "against exact", "An easy second task"),
 }
-
-
-@pytest.mark.usefixtures("real_data")
-def test_the_second_task_starts_from_the_first_with_a_new_head():
-    first = problems.low_digits(True).model()
-    second = problems.high_digits(True, first.state_dict())
-    model = second.model()
-    for name, value in first.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name]) != name.startswith("head."), name
-    batch = second.draw(torch.Generator().manual_seed(0), 64)
-    assert set(batch[1].tolist()) == set(range(5))
-    train = mnist.load(1024, 400, 400, "normalised").train
-    shown = [y for x, y in zip(*train, strict=True) if torch.equal(x, batch[0][0].flatten())]
-    assert int(batch[1][0]) + 5 in map(int, shown)
 
 
 @pytest.mark.usefixtures("real_data")

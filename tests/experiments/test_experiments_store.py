@@ -5,18 +5,17 @@ import os
 import sqlite3
 import subprocess
 import sys
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from experiment_helpers import changed
 
 from experiments.lab import ExperimentError
 from experiments.lab import store as stored
-from experiments.lab.engine import Job, in_rotation, missing_jobs, progress_bar, run_sweep
+from experiments.lab.engine import Job, missing_jobs, progress_bar, run_sweep
 from experiments.lab.store import Store, read_rows, write_file, write_table
-from experiments.lab.sweep import Cell, Point, Run
+from experiments.lab.sweep import Point
 from experiments.mnist.study import MNIST
 
 SCHEMA = MNIST.schema
@@ -142,9 +141,9 @@ def test_a_sweep_trains_what_is_missing_widens_and_stops(tmp_path):
             yield job, [fake(run, 50.0 - abs(run.rate_index - 2)) for run in job.runs]
 
     with Store(tmp_path, SCHEMA) as store:
-        assert run_sweep(points(), store, engine, 1) == 18
+        assert run_sweep(partial(missing_jobs, points()), store, engine, 1) == 18
         assert sorted(seen) == [2, 2, 3, 3, 4, 4]  # two stacks each, then one more rate each
-        assert run_sweep(points(), store, engine, 1) == 0
+        assert run_sweep(partial(missing_jobs, points()), store, engine, 1) == 0
 
 
 def test_an_engine_that_fails_leaves_what_was_done(tmp_path):
@@ -154,7 +153,7 @@ def test_an_engine_that_fails_leaves_what_was_done(tmp_path):
 
     with Store(tmp_path, SCHEMA) as store:
         with pytest.raises(RuntimeError, match="lost"):
-            run_sweep(points(), store, engine, 1)
+            run_sweep(partial(missing_jobs, points()), store, engine, 1)
         assert len(store.rows()) == 4
         left = [run for job in missing_jobs(points(), store.rows()) for run in job.runs]
         # of 12; two seeds of the stored stack have equal rates, and so ask for one more
@@ -171,34 +170,6 @@ def test_longest_stacks_come_first_and_progress_names_the_time_left(capsys):
     shown = capsys.readouterr().err
     for text in ("100%", "2 runs done", "spent", "left"):
         assert text in shown
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turns(Cell):
-    """Notes whose turn it is."""
-
-    length: int = 1
-    log: ClassVar[list[int]] = []
-
-    def stretches(self, runs, checkpoints):
-        for _ in range(self.length):
-            self.log.append(self.length)
-            yield
-        return [{"validation_curve": [1.0], "test_curve": [2.0]}]
-
-    def train(self, runs, checkpoints):
-        raise AssertionError("trained at a stretch")
-
-
-def test_in_rotation_all_jobs_advance_together():
-    jobs = [Job((Run(Turns(length=length), 0, 0),)) for length in (4, 2, 3)]
-    ended = [
-        (job.runs[0].cell.length, rows[0]["test_accuracy"]) for job, rows in in_rotation(jobs, 0)
-    ]
-    assert ended == [(2, 2.0), (3, 2.0), (4, 2.0)]
-    turns = Turns.log
-    assert [sorted(turns[i : i + 3]) for i in (0, 3)] == [[2, 3, 4]] * 2
-    assert sorted(turns[6:]) == [3, 4, 4]
 
 
 def test_reading_while_a_sweep_writes(tmp_path):

@@ -19,7 +19,7 @@ import sketchprop as sp
 from experiments.lab import ExperimentError, checkpoints
 from experiments.lab.checkpoints import Checkpoint, Checkpoints
 from experiments.lab.pictures import Parts, PictureFeed, cropped
-from experiments.lab.trainer import Recipe, Trainer, accuracy, initialised, seed_of
+from experiments.lab.trainer import Recipe, Trainer, accuracy, initialised, outputs, seed_of
 from sketchprop import zoo
 from sketchprop.data import Labelled
 
@@ -46,7 +46,7 @@ def train(model, parts, recipe, seed, checkpoint=None, augment=True):
     feed = PictureFeed(parts, (0.5,) * 3, (0.25,) * 3, 16, seed, device, augment)
 
     def evaluate(model):
-        return tuple(accuracy(model, feed.batches(part)) for part in feed.parts[1:])
+        return tuple(accuracy(*outputs(model, feed.batches(part))) for part in feed.parts[1:])
 
     marks = range(feed.steps_per_epoch, recipe.steps + 1, feed.steps_per_epoch)
     return Trainer(model, feed, recipe, evaluate, seed, marks).train(checkpoint)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from experiments.lab.problem import trajectory
-from experiments.lab.trainer import Trainer
+from experiments.lab.trainer import Trainer, outputs
 from experiments.tasks import files, texts
 from experiments.tasks.models import tiny_encoder
 from experiments.tasks.scores import f1, negative_loss, r_squared
@@ -105,12 +105,12 @@ def test_scores_are_those_of_the_definition():
     wanted = torch.tensor([1.0, 2.0, 3.0, 6.0])
     found = torch.tensor([1.0, 2.0, 4.0, 6.0])
     halves = [(found[:1], wanted[:1]), (found[1:], wanted[1:])]
-    assert r_squared(Says(), halves) == pytest.approx(100 * (1 - 1 / 14))
+    assert r_squared(*outputs(Says(), halves)) == pytest.approx(100 * (1 - 1 / 14))
     labels = torch.tensor([1, 1, 1, 0, 0])
     said = nn.functional.one_hot(torch.tensor([1, 1, 0, 1, 0]), 2).float()
-    assert f1(Says(), [(said, labels)]) == pytest.approx(100 * 2 * 2 / (3 + 3))
+    assert f1(said, labels) == pytest.approx(100 * 2 * 2 / (3 + 3))
     score = negative_loss(nn.functional.mse_loss)
-    assert score(Says(), halves) == pytest.approx(-1 / 4)
+    assert score(*outputs(Says(), halves)) == pytest.approx(-1 / 4)
 
 
 def test_files_are_found_in_the_folder_or_in_the_wheel_and_always_checked(own_folders):

@@ -21,7 +21,7 @@ from sketchprop.core.sampling import Uniforms, draw_uniforms
 from sketchprop.ops.attention import kept_attention
 from sketchprop.ops.branch import RowWise, branch
 from sketchprop.ops.kept import draw_queries, empty_carry, slot_count
-from sketchprop.ops.postnorm import carried_norm
+from sketchprop.ops.postnorm import norm_branch
 from sketchprop.ops.rowwise import read
 from sketchprop.ops.sublayer import attention_branch
 
@@ -117,11 +117,8 @@ def kept(block: Block, x: Tensor, b: Budgets, uniforms: Uniforms, **mask: object
     if block.first:
         f = nn.Sequential(block.norm2, *block.mlp)
         return branch(f, a, b.rows, save=b.save, residual=True, carry=carry, uniforms=uniforms)
-    if carry is None:
-        y = block.norm1(a)
-    else:
-        y, carry = carried_norm(a, rowwise(block.norm1), carry)
-    y = branch(block.mlp, y, b.rows, save=b.save, residual=True, carry=carry, uniforms=uniforms)
+    norm, f = rowwise(block.norm1), rowwise(block.mlp)
+    y = norm_branch(a, norm, f, b.rows, save=b.save, carry=carry, uniforms=uniforms)
     z: Tensor = block.norm2(y)
     return z
 
@@ -264,11 +261,11 @@ def test_one_mask_used_twice_is_biased_and_caught(monkeypatch: pytest.MonkeyPatc
     block = Block().double()
     truth = gradients(block, x, block(x))
     budgets = Budgets(rows=2, queries=1)
-    carried = branch_file._draw
+    carried = branch_file.drawn
 
-    def biased(ctx: object, G: Tensor) -> object:
+    def biased(ctx: object, G: Tensor, uniforms: Uniforms) -> object:
         """The correction that makes (g + j)_S into (g + j)_S/p_S, j as the exact branch has it."""
-        rows, (correction, index) = carried(ctx, G)
+        rows, (correction, index) = carried(ctx, G, uniforms)
         assert correction is not None
         assert index is not None
         middle = block.norm1(x)
@@ -283,7 +280,7 @@ def test_one_mask_used_twice_is_biased_and_caught(monkeypatch: pytest.MonkeyPatc
     fair = expectation(lambda u: gradients(block, x, kept(block, x, budgets, u)))
     assert largest_error(fair, truth) < TOLERANCE
     with torch.enable_grad():
-        monkeypatch.setattr(branch_file, "_draw", torch.enable_grad()(biased))
+        monkeypatch.setattr(branch_file, "drawn", torch.enable_grad()(biased))
         twice = expectation(lambda u: gradients(block, x, kept(block, x, budgets, u)))
     assert largest_error(twice, truth) > 0.05
 

@@ -13,12 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
 from sketchprop import Tokens
 from sketchprop.cli.specs import parse_sketch
 from sketchprop.core.enumeration import expectation
+from sketchprop.core.samples import Samples
+from sketchprop.core.sampling import draw_uniforms
 from sketchprop.layers import SketchedBlock
 from sketchprop.layers.share import kept_flops
 from sketchprop.meters import saved_bytes
@@ -234,6 +237,16 @@ def test_what_is_saved(save: str) -> None:
     assert [line.layer for line in report.layers] == ["embed", "blocks.0", "blocks.1", "head"]
 
 
+@pytest.mark.parametrize(("first", "tensors"), [(True, 2), (False, 3)], ids=["first", "last"])
+def test_a_block_saves_its_input_and_those_of_its_norms(first: bool, tensors: int) -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True, norm_first=first)
+    model = sp.sketch_(nn.Sequential(layer, layer, nn.Flatten()), Tokens(0.3, save="input"))
+    x = torch.randn(N, LENGTH, 64, requires_grad=True)
+    report = saved_bytes(model, lambda model, x: model(x).square().sum(), x)
+    blocks = sum(line.saved for line in report.layers) / 2
+    assert tensors <= blocks / (4 * x.numel()) < tensors + 0.3
+
+
 def test_summary_says_what_each_block_does_and_why_not_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -304,6 +317,50 @@ def test_a_model_without_known_blocks_gets_rows_in_its_linear_layers() -> None:
     sp.sketch_(model, Tokens(0.3))
     assert model[0].sketch == sp.Rows(0.3)
     assert type(model[2]) is nn.Linear
+
+
+def test_a_block_that_was_sharded_before_is_refused_with_the_right_order() -> None:
+    model = vit()
+    model.blocks[1].__class__ = type("FSDPBlock", (FSDPModule, Block), {})
+    with pytest.raises(ValueError, match=r"'blocks\.1'.*call sketch_ first, then fully_shard"):
+        sp.sketch_(model, Tokens(0.3))
+
+
+def test_equal_shares_of_rows_and_queries_carry_one_draw() -> None:
+    """0.3 of 16 tokens are 5 in each sample and 20 of 4, 0.3 of 64 rows are 19: rounding alone."""
+    drawn: list[tuple[int, ...]] = []
+
+    def uniforms(p: Tensor, shape: tuple[int, ...]) -> Tensor:
+        drawn.append(tuple(p.shape))
+        return draw_uniforms(p, shape)
+
+    for tokens in (9, 16):  # 3 and 5 of a sample: once more rows than queries, once fewer
+        model = sp.sketch_(vit(), Tokens(0.3, queries=0.3, keys=1.0))
+        x = torch.randn(5, tokens, WIDTH, requires_grad=True)
+        block = model.blocks[0]
+        drawn.clear()
+        call = block.anatomy(x)
+        block.run(call, block.sketching.sketch, uniforms).square().sum().backward()
+        assert drawn[0] == (5 * tokens,)
+        assert all(size[0] < 5 * tokens for size in drawn[1:])  # among the queries, if at all
+
+
+def test_a_draw_of_queries_is_shared_by_the_batch_within_a_bound() -> None:
+    G = torch.randn(4, 20, 6) * torch.tensor([8.0, 1.0, 1.0, 1.0])[:, None, None]
+    sketch = Tokens(0.3).of("queries")
+    vjp = sp.Vjp(G.flatten(0, 1), samples=Samples(1, 4, 20))
+    index, scale = sketch.atoms(vjp).choose()
+    counts = torch.bincount(index // 20, minlength=4)
+    assert counts.sum() == 4 * 8
+    assert counts.max() == counts[0] == 10  # 1.25 times the even share
+    assert (scale >= 1).all()
+
+
+def test_a_sample_has_room_for_as_many_queries_as_by_default() -> None:
+    assert Tokens(0.3).capacity == 1.25
+    assert Tokens(0.3, queries=0.3).capacity * 0.3 == pytest.approx(1.25 * 0.4)
+    assert Tokens(0.3, queries=0.2).capacity == Tokens(1.0, queries=0.3).capacity == 1.25
+    assert Tokens(0.3, queries=7).capacity == Tokens(5).capacity == 1.25
 
 
 def test_budgets_follow_the_first_unless_they_were_given() -> None:

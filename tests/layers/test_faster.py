@@ -236,6 +236,52 @@ def test_a_compiled_model_takes_the_decisions_of_the_steps_before(monkeypatch):
     assert kept[1] <= 3
 
 
+def test_compiling_before_anything_was_timed_is_said_aloud(monkeypatch):
+    asked = answer(monkeypatch, {6: 0.4, 12: 0.4})
+    model = sp.sketch_(network(), sp.L1(3), where="faster")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.warns(UserWarning, match="before torch.compile"):
+        compiled(torch.randn(10, 6)).square().sum().backward()
+    assert asked == []
+    assert all(line.kept == 1.0 for line in sp.summary(model).layers)
+
+
+def test_another_sketch_is_undecided_again(monkeypatch):
+    answer(monkeypatch, {6: 0.4, 12: 0.4})
+    model = sp.sketch_(network(), sp.L1(0.3), where="faster")
+    sketched_layers(model, torch.randn(10, 6))
+    assert model[0].sketching.judge.latest
+    sp.set_budget_(model, 0.5)
+    monkeypatch.setattr(faster, "time_layer", lambda layer, inputs: Decision(1.5, 1.0, 1.5))
+    sketched_layers(model, torch.randn(10, 6))
+    assert not model[0].sketching.judge.latest
+    assert "exact is faster" in sp.summary(model).layers[0].note
+
+
+def test_a_decision_that_is_not_sure_is_taken_and_not_remembered(monkeypatch):
+    def blurred(layer, inputs):
+        return Decision(0.9, 1.0, 0.9, error=0.2)
+
+    monkeypatch.setattr(faster, "time_layer", blurred)
+    model = sp.sketch_(network(), sp.L1(0.3), where="faster")
+    assert sketched_layers(model, torch.randn(10, 6)) == [True, False, True, False]
+    assert not cache_file().exists()
+    monkeypatch.setattr(faster, "time_layer", lambda *_: Decision(0.5, 1.0, 0.5, error=0.2))
+    again = sp.sketch_(network(), sp.L1(0.3), where="faster")
+    sketched_layers(again, torch.randn(10, 6))
+    assert all("error" not in entry for entry in json.loads(cache_file().read_text()).values())
+
+
+def test_what_is_said_of_a_layer_agrees_with_the_decision(monkeypatch):
+    answer(monkeypatch, {6: 1.3, 12: 0.4})
+    model = sp.sketch_(network(), sp.L1(0.25), where="faster")
+    sketched_layers(model, torch.randn(10, 6))
+    kept = [line.kept for line in sp.summary(model).layers]
+    assert kept == [1.0, 0.25, 1.0]
+    assert sp.summary(model).layers[0].flops == 1.0
+
+
 def test_copies_and_pickles_keep_their_decisions(monkeypatch):
     asked = answer(monkeypatch, {6: 1.3, 12: 0.4})
     model = sp.sketch_(network(), sp.L1(0.3), where="faster")

@@ -12,7 +12,7 @@ from torch import nn
 
 import sketchprop as sp
 from measure_helpers import Branched, loss_fn, make_batches, mlp
-from sketchprop.meters import Advice, Option
+from sketchprop.meters import Advice, Candidate, Option
 from sketchprop.zoo import ViT
 
 TOKENS = Option(
@@ -23,8 +23,8 @@ HALF = Option("half of the batch", "", 0.52, 0.9, 0.988, 0.01)
 
 
 def advice(*options, control=HALF):
-    sketches = {"Tokens(0.3)": (sp.Tokens(0.3), False), "L1(0.3)": (sp.L1(0.3), False)}
-    return Advice(options, control, 0.1, 8, 12.0, (), sketches)
+    known = {repr(sketch): Candidate(sketch) for sketch in (sp.Tokens(0.3), sp.L1(0.3))}
+    return Advice(options, control, 0.1, 1.0, 8, 12.0, (), known)
 
 
 def test_it_advises_the_option_with_the_least_time_to_equal_quality():
@@ -105,9 +105,36 @@ def test_batch_norm_in_training_mode_is_warned_of_and_rows_are_not_tried():
     answer = sp.advise(model, loss_fn, make_batches(3), minutes=0.1)
     assert [option.name for option in answer.options] == ["L1(0.3)"]
     assert "BatchNorm1d in training mode" in answer.headline()
+    assert "Such sketches were not tried" in answer.headline()
     model.norm.eval()
     names = [option.name for option in sp.advise(model, loss_fn, make_batches(3)).options]
     assert "Rows(0.3)" in names
+
+
+def test_where_rows_are_padding_it_tries_to_leave_them_out_and_scales_the_budgets():
+    torch.manual_seed(5)
+    options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+    layers = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32, **options), 2, enable_nested_tensor=False
+    )
+    model = nn.ModuleDict({"layers": layers, "head": nn.Linear(16, 5)})
+    padded = torch.zeros(4, 20, dtype=torch.bool)
+    padded[:, 8:] = True
+    batches = [(torch.randn(4, 20, 16), torch.randint(5, (4,))) for _ in range(4)]
+
+    def pooled(model, batch):
+        x = model["layers"](batch[0], src_key_padding_mask=padded)
+        mean = (x * ~padded.unsqueeze(-1)).sum(1) / 8
+        return F.cross_entropy(model["head"](mean), batch[1])
+
+    answer = sp.advise(model, pooled, batches, minutes=0.2)
+    assert answer.live == pytest.approx(8 / 20)
+    by_name = {option.name: option for option in answer.options}
+    free = by_name[repr(sp.Rows(1.0, by="nonzero"))]
+    assert free.noise < 1e-6
+    assert sp.sketch_(model, eval(free.line.split("model, ")[1][:-1])) is model
+    assert "Tokens(0.12)" in by_name
+    assert "40% of the gradient's rows are not 0" in str(answer)
 
 
 def test_a_label_for_each_token_is_warned_of():
@@ -206,3 +233,18 @@ def test_an_endless_loader_is_not_drained():
             yield taken[-1]
 
     assert sp.advise(mlp(), loss_fn, endless(), minutes=0.1).batches == len(taken) == 8
+
+
+def test_a_trial_follows_where_it_is_asked_for():
+    torch.manual_seed(6)
+    model, batches = mlp(), make_batches(40)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    answer = sp.advise(model, loss_fn, batches, optimizer=optimizer, minutes=0.05, trial=0.05)
+    names = [way.name for way in answer.trial.ways]
+    assert names == ["exact", names[1], "half of the batch"]
+    assert names[1] in [option.name for option in answer.options]
+    assert f"Tried: {names[1]} is" in answer.headline()
+    assert [table.title for table in answer.tables()] == ["Candidates", "The trial"]
+    assert answer.as_dict()["trial"]["ahead"] == answer.trial.ahead
+    with pytest.raises(ValueError, match="optimizer="):
+        sp.advise(model, loss_fn, batches, trial=1)

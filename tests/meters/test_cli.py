@@ -18,23 +18,6 @@ PNG = b"\x89PNG"
 
 
 @pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    """Runs a command in an empty folder; exit code, output and errors."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def call(*arguments):
-        try:
-            code = main(arguments)
-        except SystemExit as end:  # argparse: --help and bad options
-            code = end.code
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
-@pytest.fixture
 def mine(tmp_path):
     """A module of the user's, under a name that no other test imports."""
     name = f"mine_{abs(hash(str(tmp_path)))}"
@@ -317,6 +300,9 @@ def test_help_teaches(run, command):
         (["measure", "--draws", "none"], "'none' is not a number from 1 on"),
         (["bench", "128x3"], "'128x3' is not a shape; type for example 128x784x64"),
         (["bench", "4x3x5", "--device", "nowhere"], "--device nowhere is not here"),
+        (["advise", "--device", "nowhere"], "--device nowhere is not here"),
+        (["measure", "--device", "cuda:99"], "--device cuda:99 is not here"),
+        (["plan", "--device", "meta"], "nothing can be measured there"),
         (["bench", "4x3x5", "--json", "no/where.json"], "there is no folder 'no'"),
         (["plan", "--plot", "no/where.png"], "there is no folder 'no'"),
         (["bench"], "required"),
@@ -441,16 +427,3 @@ def test_attention_of_the_zoo_is_torchs():
         theirs.out_proj.bias.copy_(ours.out.bias)
     x = torch.randn(2, 5, 12)
     torch.testing.assert_close(ours(x), theirs(x, x, x)[0], rtol=1e-4, atol=1e-5)
-
-
-def test_advise_answers_first_and_with_its_exit_code(run, mine):
-    code, out, err = run("advise", "--model", f"{mine}:make", "--minutes", "0.1")
-    assert code == 1
-    assert out.startswith("Stay exact: no sketch pays here.")
-    assert "half of the batch" in out
-    assert "3 batches are different" in err
-    code, out, _ = run("advise", "--model", f"{mine}:make", "--minutes", "0.1", "--json")
-    assert json.loads(out)["pays"] is False
-    code, _, err = run("advise", "--model", f"{mine}:one")
-    assert code == 2
-    assert "at least two" in err

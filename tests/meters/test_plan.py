@@ -82,7 +82,8 @@ def slow_exact(monkeypatch):
 
 def test_worth_and_break_even_follow_from_the_times(slow_exact):
     model = nn.Sequential(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 20), nn.Linear(20, 20))
-    report = sp.plan(model, None, torch.randn(16, 8), rounds=1)
+    taken = sp.select.everything
+    report = sp.plan(model, None, torch.randn(16, 8), filter_fn=taken, rounds=1)
     assert report.backward_seconds == 1.0
     for line in report.layers:
         assert line.ratio == pytest.approx(0.28)
@@ -94,6 +95,20 @@ def test_worth_and_break_even_follow_from_the_times(slow_exact):
     assert list(report.worthwhile) == ["0", "2", "3"]
     sp.sketch_(model, report.worthwhile)
     assert all(m.sketch == sp.L1(0.1) for m in model if isinstance(m, nn.Linear))
+
+
+@pytest.mark.parametrize("sketch", [sp.L1(0.1), sp.Rows(0.1), sp.Tokens(0.3)], ids=repr)
+def test_what_is_worthwhile_is_what_sketch_takes(slow_exact, sketch):
+    for model in (
+        nn.Sequential(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 20), nn.Linear(20, 20)),
+        nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 4)),
+    ):
+        report = sp.plan(model, None, torch.randn(16, 5, 8), sketch=sketch, rounds=1)
+        left = [line.note for line in report.layers if not line.worth]
+        assert all("unless filter_fn" in note for note in left)
+        sp.sketch_(model, sketch)
+        sketched = [n for n, m in model.named_modules() if isinstance(m, sp.SketchedModule)]
+        assert list(report.worthwhile) == sketched
 
 
 def test_a_layer_that_gets_slower_is_not_worth_it(monkeypatch):

@@ -410,3 +410,12 @@ def test_a_chain_is_hashable_and_counts_its_parameters() -> None:
     assert found[0] == Chain((LayerNorm(1e-5), Linear(), Activation("gelu")))
     assert hash(found[0]) == hash(Chain((LayerNorm(1e-5), Linear(), Activation("gelu"))))
     assert found[0].count == len(found[1]) == 4
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_what_follows_may_change_the_result_in_place(residual: bool) -> None:
+    x = torch.randn(2, 6, 4, requires_grad=True)
+    y = branch(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), x, 0.5, residual=residual)
+    assert not y._is_view()
+    y.relu_().sum().backward()
+    assert x.grad is not None

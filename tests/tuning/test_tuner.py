@@ -155,6 +155,30 @@ def test_noise_is_measured_as_adam_sees_it():
     assert weights(plain, parameters) is None
 
 
+def test_noise_where_the_gradient_is_next_to_zero_counts_as_adam_will_see_it():
+    """The bias of keys moves no output of attention: its gradient is 0, and its noise is not."""
+    torch.manual_seed(14)
+    model = ViT(dim=16, depth=2, heads=2, hidden=32)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    batches = [(torch.randn(16, 3, 32, 32), torch.randint(10, (16,))) for _ in range(4)]
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+    parameters = list(model.parameters())
+    noise = [torch.full_like(p, 2.0) for p in parameters]
+    v = optimizer.state[parameters[0]]["exp_avg_sq"] / (1 - 0.999**4)
+    wanted = 1 / ((v + 4).sqrt() + 1e-8)
+    assert torch.allclose(weights(optimizer, parameters, noise)[0], wanted)
+    sp.sketch_(model, sp.Tokens(0.5))
+    tuner = sp.Tuner(model, loss_fn, optimizer=optimizer, share=1.0, frozen=True)
+    tuner.next_probe = 1
+    assert tuner(batches[0])["moved"] is False
+    at_trial = tuner.controller.together / tuner.controller.total
+    assert at_trial < 2  # as if v had no noise in it: more than a thousand
+    assert sp.advise(model, loss_fn, batches, optimizer=optimizer, minutes=0.2).options[1].noise < 2
+
+
 def test_with_adam_it_waits_until_there_is_a_state():
     model = wide()
     optimizer = torch.optim.Adam(model.parameters())

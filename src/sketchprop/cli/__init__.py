@@ -12,6 +12,7 @@ import torch
 from ..data import DataError
 from .arguments import parser
 from .commands import CRASH, FINE, STOPPED, USAGE
+from .plots import check_pictures
 from .show import complain
 from .specs import UsageError
 
@@ -55,3 +56,5 @@ def _check_targets(options: Namespace) -> None:
             folder = Path(target).parent
             if not folder.is_dir():
                 raise UsageError(f"--{name} {target}: there is no folder {str(folder)!r}")
+    if getattr(options, "plot", None):
+        check_pictures()

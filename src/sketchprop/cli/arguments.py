@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from .._version import __version__
 from .commands import run_advise, run_bench, run_check, run_measure, run_plan, run_report
-from .specs import MODELS, sketch_names
+from .specs import MODELS, OPTIMIZERS, sketch_names
 
 ABOUT = """\
 Sketches replace the exact backward of a layer by a cheaper random one with the right mean.
@@ -70,8 +70,10 @@ ADVISE_EXAMPLES = f"""\
 examples:
   sketchprop advise --model vit --minutes 1
   sketchprop advise --model mycode:make --minutes 5 --json advice.json
-      make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar
-  sketchprop advise --model mlp --data mnist --steps 469
+      make() returns (model, loss_fn, batches), or (model, loss_fn, batches, optimizer);
+      loss_fn(model, batch) is a scalar
+  sketchprop advise --model mlp --data mnist --steps 469 --optimizer adam
+  sketchprop advise --model vit --trial 3 --plot losses.png
 
 {CODES} (here: 1 for 'stay exact')"""
 
@@ -126,12 +128,14 @@ class Command(NamedTuple):
     options: str
 
 
-_MODEL = "--model=mlp --data --batch-size --sketch"
+_TASK = "--model=mlp --data --batch-size --device"
+_TRAINED = "--steps --optimizer --learning-rate --batches"
+_MODEL = f"{_TASK} --sketch"
 _TRIED = f"{_MODEL} --planner"
-_EFFORT = "--steps --batches --draws --learning-rate --no-split --rounds=7 --overhead --minutes"
-_CHECK_OPTIONS = "sketches --planner --model --data --batch-size --draws --verbose"
+_EFFORT = f"{_TRAINED} --draws --no-split --rounds=7 --overhead --minutes"
+_CHECK_OPTIONS = "sketches --planner --model --data --batch-size --device --draws --verbose"
 _MEASURE_OPTIONS = f"{_TRIED} {_EFFORT} --location --budgets --plot"
-_ADVISE_OPTIONS = "--model=mlp --data --batch-size --steps --learning-rate --batches --minutes=2"
+_ADVISE_OPTIONS = f"{_TASK} {_TRAINED} --minutes=2 --trial --plot"
 _PLAN_OPTIONS = f"{_MODEL} --rounds=15 --plot"
 _BENCH_OPTIONS = "shapes --sketch --rounds=15 --device --plot"
 _REPORT_OPTIONS = f"{_TRIED} --output --title {_EFFORT}"
@@ -196,7 +200,13 @@ def _options() -> dict[str, dict[str, Any]]:
         "--steps": _value([0], "train exactly for N first", type=_natural, nargs="+", metavar="N"),
         "--batches": _value(8, "how many different ones to measure on", type=_positive),
         "--draws": _text("Monte Carlo draws, for each batch", type=_positive),
-        "--learning-rate": _value(0.1, "of --steps", type=float),
+        "--optimizer": _text(
+            f"of --steps and --trial: {', '.join(OPTIMIZERS)} (sgd, or the factory's own)",
+            choices=list(OPTIMIZERS),
+        ),
+        "--learning-rate": _text(
+            "of --steps and --trial (0.1 for sgd, 0.001 for adam)", type=float
+        ),
         "--no-split": _text("only the total V: much cheaper", **on),
         "--rounds": _text(f"pairs to time (default: %(default)s); {nothing_timed}", type=_natural),
         "--overhead": _value(
@@ -210,7 +220,14 @@ def _options() -> dict[str, dict[str, Any]]:
         "--budgets": _value(
             [0.05, 0.1, 0.2, 0.5], "kept fractions for --location", type=float, nargs="+"
         ),
-        "--device": _value("cpu", "where"),
+        "--device": _text("where: cpu, cuda, mps (the factory's own, or cpu)"),
+        "--trial": _text(
+            "then train exact, advised and with half of each batch in turns (%(const)s minutes)",
+            nargs="?",
+            const=5.0,
+            type=float,
+            metavar="MINUTES",
+        ),
         "--plot": _text("a picture: .png, .pdf or .svg", metavar="FILE"),
         "--output": _value("sketchprop-report.html", "where the page goes", metavar="FILE"),
         "--title": _text("the page's heading (the model's name)"),

@@ -5,21 +5,30 @@ from __future__ import annotations
 import shlex
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..core.table import Report
 from ..layers.transform import sketch_
-from ..meters import MeasureReport, advise, bench, check_unbiased, measure, plan
+from ..meters import MeasureReport, advise, bench, check_unbiased, measure, plan, trial
 from ..report import html_report, setup_facts
 from ..report.charts import bench_chart, noise_chart, plan_chart
 from ..sketches import AnySketch, Planner
 from .location import measure_location
-from .plots import plot_bars, plot_location
+from .plots import plot_bars, plot_location, plot_trial
 from .show import Progress, complain, progress, say, show, write_json
-from .specs import Task, UsageError, load_task, parse_planner, parse_sketch, parse_sketches, train
+from .specs import (
+    Task,
+    UsageError,
+    find_device,
+    load_task,
+    make_optimizer,
+    parse_planner,
+    parse_sketch,
+    parse_sketches,
+    train,
+)
 
 FINE, NO, USAGE, CRASH, STOPPED = 0, 1, 2, 3, 130
 """Exit codes; 130 is what a shell gives for Ctrl-C."""
@@ -61,6 +70,8 @@ def run_measure(options: Namespace) -> int:
 
 
 def run_advise(options: Namespace) -> int:
+    if options.plot and not options.trial:
+        raise UsageError("--plot shows the trial's losses; give --trial too")
     task = _task(options)
     with progress() as line:
         _train(options, task, line)
@@ -70,11 +81,25 @@ def run_advise(options: Namespace) -> int:
             task.model,
             task.loss_fn,
             batches,
+            optimizer=task.optimizer,
             minutes=options.minutes,
             progress=line.share,
             seed=options.seed,
         )
-    _finish(options, report)
+        if options.trial:
+            line.stage(f"a trial: exact, {report.closest.name} and half of the batch in turns")
+            found = trial(
+                task.model,
+                task.loss_fn,
+                task.batches,
+                task.optimizer,
+                report.candidates[report.closest.name],
+                minutes=options.trial,
+                progress=line.share,
+                seed=options.seed,
+            )
+            report = replace(report, trial=found)
+    _finish(options, report, lambda path: plot_trial(report, path))
     return FINE if report.pays else NO
 
 
@@ -89,12 +114,8 @@ def run_plan(options: Namespace) -> int:
 
 def run_bench(options: Namespace) -> int:
     sketches = [parse_sketch(text) for text in options.sketches]
-    try:
-        torch.empty(0, device=options.device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UsageError(f"--device {options.device} is not here: {reason}") from error
-    report = bench(options.shapes, sketches, options.rounds, options.device)
+    device = find_device(options.device or "cpu")
+    report = bench(options.shapes, sketches, options.rounds, device)
     _finish(options, report, lambda path: plot_bars(bench_chart(report), path))
     return FINE if any(line.times.ratio < 1 for line in report.lines) else NO
 
@@ -129,15 +150,16 @@ def run_report(options: Namespace) -> int:
 
 def _run_location(options: Namespace) -> int:
     sketches = [parse_sketch(text) for text in options.sketches]
+    task = _task(options)
+    make_optimizer(task, options.optimizer, options.learning_rate)
     report = measure_location(
-        _task(options),
+        task,
         sketches,
         options.budgets,
         options.steps,
         batches=options.batches,
         batch_size=options.batch_size,
         draws=options.draws,
-        learning_rate=options.learning_rate,
         seed=options.seed,
     )
     _finish(options, report, lambda path: plot_location(report, path))
@@ -145,13 +167,16 @@ def _run_location(options: Namespace) -> int:
 
 
 def _task(options: Namespace) -> Task:
-    return load_task(options.model, options.data, options.batch_size, options.seed)
+    device = find_device(options.device) if options.device else None
+    task = load_task(options.model, options.data, options.batch_size, options.seed)
+    return task if device is None else task.to(device)
 
 
 def _train(options: Namespace, task: Task, line: Progress) -> None:
     steps = options.steps[-1]
     line.stage(f"training exactly for {steps} steps")
-    train(task, steps, options.learning_rate)
+    make_optimizer(task, options.optimizer, options.learning_rate)
+    train(task, steps)
 
 
 def _batches(options: Namespace, task: Task) -> list[Any]:

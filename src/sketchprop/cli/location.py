@@ -87,7 +87,6 @@ def measure_location(
     batches: int,
     batch_size: int,
     draws: int | None,
-    learning_rate: float,
     seed: int,
 ) -> LocationReport:
     """Trains exactly and stops at each of ``ages`` (steps) to measure every combination."""
@@ -99,7 +98,7 @@ def measure_location(
     points: list[LocationPoint] = []
     trained = 0
     for age in sorted(ages):
-        train(task, age - trained, learning_rate)
+        train(task, age - trained)
         trained = age
         held = task.take(batches)
         for method in methods:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..meters import Advice
 from ..report.charts import Chart
 from .location import LocationReport
 from .specs import UsageError
@@ -18,7 +19,13 @@ STYLES = {
     "propagated": "#e69f00",
     "shared": "#8ab8dd",
 }
+TRIED = ("#444444", "#0072b2", "#e69f00")
 COLOURS = {"first": "#0072b2", "last": "#d55e00", "all": "#444444"}
+
+
+def check_pictures() -> None:
+    """Before minutes of work: whether a picture can be drawn."""
+    _pyplot()
 
 
 def _pyplot() -> Any:
@@ -63,6 +70,29 @@ def plot_bars(chart: Chart, path: str) -> None:
         axes.legend(frameon=False)
     axes.set_xlabel(chart.unit)
     axes.set_title(chart.title, fontsize=10)
+    _save(figure, path)
+
+
+def plot_trial(advice: Advice, path: str) -> None:
+    """Losses against the seconds of training: a line for each repeat of each way."""
+    if advice.trial is None:
+        raise UsageError("there was no trial to plot; give --trial")
+    figure, axes = _pyplot().subplots(figsize=(6, 4), layout="constrained")
+    for way, colour in zip(advice.trial.ways, TRIED, strict=False):
+        for number, curve in enumerate(way.curves):
+            axes.plot(
+                [moment.seconds for moment in curve],
+                [moment.loss for moment in curve],
+                marker="o",
+                markersize=3,
+                color=colour,
+                alpha=0.8,
+                label=way.name if number == 0 else None,
+            )
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel("loss on batches kept apart")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
     _save(figure, path)
 
 

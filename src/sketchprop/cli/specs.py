@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import sketches as built_in_sketches
 from ..data import mnist, normalised
@@ -30,16 +30,26 @@ class UsageError(ValueError):
 class Task:
     """A model, its loss, and batches as training draws them; they may be endless."""
 
-    def __init__(self, model: nn.Module, loss_fn: Loss, batches: Iterable[Any]) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Loss, batches: Iterable[Any], optimizer: Any = None
+    ) -> None:
         self.model = model
         self.loss_fn = loss_fn
-        self._batches = batches
+        self.optimizer = optimizer
+        """What --steps and --trial train with; ``None`` until it is made."""
+        self.batches = batches
         self.stream = self._epochs()
         """For training: begins anew where the batches end."""
 
+    def to(self, device: torch.device) -> Task:
+        """The same on another device; batches are moved when they are drawn."""
+        self.model.to(device)
+        self.batches = Moved(self.batches, device)
+        return self
+
     def take(self, count: int) -> list[Any]:
         """For measuring: at most ``count`` batches from a new pass, each only once."""
-        taken = list(islice(iter(self._batches), count))
+        taken = list(islice(iter(self.batches), count))
         # All are held, so that an id means one object.
         different = {tuple(map(id, tree_leaves(batch))): batch for batch in taken}
         if not different:
@@ -49,7 +59,7 @@ class Task:
     def _epochs(self) -> Iterator[Any]:
         while True:
             batch = None
-            for batch in self._batches:
+            for batch in self.batches:
                 yield batch
             if batch is None:
                 raise UsageError("the factory's batches end before --steps do; give a list")
@@ -64,6 +74,20 @@ class Random:
     def __iter__(self) -> Iterator[Any]:
         while True:
             yield self._draw()
+
+
+class Moved:
+    """Batches that are moved to a device as they are drawn."""
+
+    def __init__(self, batches: Iterable[Any], device: torch.device) -> None:
+        self._batches, self._device = batches, device
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            yield tree_map(self._move, batch)
+
+    def _move(self, leaf: Any) -> Any:
+        return leaf.to(self._device) if isinstance(leaf, Tensor) else leaf
 
 
 Kinds = tuple[type, ...]
@@ -202,15 +226,54 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
 
 
-def train(task: Task, steps: int, learning_rate: float) -> None:
-    """Plain exact SGD: sketches are measured at a point of training, not only at its start."""
-    optimizer = torch.optim.SGD(task.model.parameters(), learning_rate)
+def find_device(name: str) -> torch.device:
+    """The device, if it is here and works."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"--device {name} is not here: {reason}") from error
+    if device.type == "meta":
+        raise UsageError("--device meta has no numbers: nothing can be measured there")
+    return device
+
+
+def make_optimizer(task: Task, name: str | None, learning_rate: float | None) -> Any:
+    """The factory's own; or by name, over all parameters that train."""
+    if task.optimizer is not None:
+        if name is not None or learning_rate is not None:
+            raise UsageError(
+                "the factory returns an optimizer of its own; leave out --optimizer and "
+                "--learning-rate"
+            )
+        return task.optimizer
+    make, usual = OPTIMIZERS[name or "sgd"]
+    trained = [p for p in task.model.parameters() if p.requires_grad]
+    if not trained:
+        raise UsageError("the model has no parameter that requires a gradient; unfreeze one")
+    task.optimizer = make(trained, lr=usual if learning_rate is None else learning_rate)
+    return task.optimizer
+
+
+def train(task: Task, steps: int) -> None:
+    """Plain exact training: sketches are measured at a point of it, not only at its start."""
+    if steps == 0:
+        return
     task.model.train()
     for batch in islice(task.stream, steps):
-        optimizer.zero_grad()
+        task.optimizer.zero_grad()
         torch.autograd.backward(task.loss_fn(task.model, batch))
-        optimizer.step()
-    optimizer.zero_grad()
+        task.optimizer.step()
+    task.optimizer.zero_grad()
+
+
+OPTIMIZERS: Mapping[str, tuple[Callable[..., Any], float]] = {
+    "sgd": (torch.optim.SGD, 0.1),
+    "adam": (torch.optim.Adam, 1e-3),
+    "adamw": (torch.optim.AdamW, 1e-3),
+}
+"""By name: how it is made, and its usual rate."""
 
 
 def _user_task(name: str) -> Task:
@@ -221,11 +284,14 @@ def _user_task(name: str) -> Task:
         near = ", ".join(n for n in vars(module) if callable(getattr(module, n)) and n[0] != "_")
         raise UsageError(f"{path!r} has no function {attribute!r}; it has {near or 'none'}")
     made = factory()
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
+    if not (isinstance(made, tuple) and len(made) in (3, 4) and isinstance(made[0], nn.Module)):
         raise UsageError(
             f"{name} returned {type(made).__name__}; return (model, loss_fn, batches) with "
-            "loss_fn(model, batch) a scalar tensor and batches a list or a loader"
+            "loss_fn(model, batch) a scalar tensor and batches a list or a loader, and the "
+            "optimizer as the fourth, if there is one"
         )
+    if len(made) == 4 and not isinstance(made[3], torch.optim.Optimizer):
+        raise UsageError(f"{name} returned {made[3]!r} as the fourth: give a torch optimizer")
     return Task(*made)
 
 

@@ -106,13 +106,17 @@ def check_input(X: Tensor | None, sketch: object) -> Tensor:
     return X
 
 
+TENSOR_PARALLEL = (
+    "sketches work on whole weights (data parallelism and fully_shard give those). Leave such "
+    "layers exact: sketch_(model, sketch, filter_fn=lambda module, name: "
+    "not hasattr(module.weight, 'placements'))"
+)
+
+
 def check_local(weight: Tensor, sketch: object) -> None:
     """Refuses a weight that is spread over devices: each would draw for itself alone."""
     if hasattr(weight, "placements"):  # a DTensor, without importing torch.distributed.tensor
         raise NotImplementedError(
             f"{sketch!r} was given a tensor-parallel weight, a DTensor with placements "
-            f"{tuple(weight.placements)}; sketches work on whole weights (data parallelism and "
-            "fully_shard give those). Leave such layers exact: "
-            "sketch_(model, sketch, filter_fn=lambda module, name: "
-            "not hasattr(module.weight, 'placements'))"
+            f"{tuple(weight.placements)}; {TENSOR_PARALLEL}"
         )

@@ -62,3 +62,24 @@ def water_fill(roots: Tensor, rank: float) -> Tensor:
     level = (sums[..., n - candidates :] / room).amin(-1, keepdim=True)
     p = (root / level).clamp_(max=1.0)
     return torch.threshold_(p, tiny**0.75, 0.0)  # the stand-ins back to zero; NaN stays
+
+
+def capped_fill(roots: Tensor, rank: int, capacity: int) -> Tensor:
+    """p with Σ p = rank, at most ``capacity`` in the sum of a sample, for ``roots[N, T]``.
+
+    Systematic sampling then keeps at most ``capacity`` rows of each sample. Where no sample asks
+    for more this is the water-filling of the whole batch; else what they may not have goes to the
+    others in proportion.
+    """
+    share = water_fill(roots.flatten(), rank).view_as(roots).sum(-1)
+    # Just below the capacity: rounding in the sums of p must not add one more.
+    most = capacity - 1e-9
+    share = most * water_fill(share, rank / most)
+    tiny = torch.finfo(share.dtype).tiny
+    wide = roots.to(share.dtype).clamp(min=tiny)
+    sums = wide.sort(dim=-1, descending=True).values.flip(-1).cumsum(-1).flip(-1)
+    # As in ``water_fill``: with the k largest at 1 the level is S_k/(r - k), the least one counts.
+    room = share.unsqueeze(-1) - torch.arange(roots.shape[-1], device=roots.device)
+    level = torch.where(room > 0, sums / room, torch.inf).amin(-1, keepdim=True)
+    level = level + 0 * share.unsqueeze(-1)  # a root that is NaN stays visible in every sample
+    return torch.threshold_((wide / level).clamp_(max=1.0), tiny**0.75, 0.0)

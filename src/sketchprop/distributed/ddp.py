@@ -51,7 +51,7 @@ class SharedDraw(Planner):
         self.sketch: ColumnSketch | None = None
         self.index: Tensor | None = None
         self.scale: Tensor | None = None
-        self._pass = -1
+        self._used = False
         self.forget()
 
     def forget(self) -> None:
@@ -60,15 +60,19 @@ class SharedDraw(Planner):
         self.kept: Tensor | None = None
         self.used_twice = False
 
+    def called(self) -> None:
+        """The model's forward pass begins."""
+        self._used = False
+
     def atoms(self, sketch: Sketch, vjp: Vjp) -> ColumnAtoms:
         assert isinstance(sketch, ColumnSketch)
         G = vjp.G
         weights = sketch.roots(vjp).square()
         self.weights = weights if self.weights is None else self.weights + weights
-        # Two uses in one backward pass may lie above each other: with one draw they are biased.
-        now = torch._C._current_graph_task_id()
-        self.used_twice |= now == self._pass
-        self._pass = now
+        # Two uses in one call of the model may lie above each other: with one draw they are biased.
+        # Backward passes cannot tell: a reentrant checkpoint has one of its own.
+        self.used_twice |= self._used
+        self._used = True
         if self.index is None or self.scale is None or sketch != self.sketch or self.used_twice:
             fresh = sketch.atoms(vjp)
             index, scale = fresh.choose()
@@ -154,6 +158,8 @@ class SharedDraws:
     def _begin(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         if not (model.training and torch.is_grad_enabled()):
             return
+        for layer in self._layers:
+            layer.draw.called()
         if model._join_config.enable:  # type: ignore[union-attr]
             # Ranks that have no more batches answer reductions, but do not agree on draws.
             self._dense_now = True

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from ..layers import SketchedModule
+from ..layers.choose import Filter
 from ..layers.schedule import Schedule, set_budget_
 from ..layers.share import kept_flops
-from ..layers.transform import Filter, sketch_, unsketch_
+from ..layers.transform import sketch_, unsketch_
 from ..meters.noise.passes import Loss
 from ..meters.noise.variance import measure_variance
 from ..sketches import AnySketch, Planner

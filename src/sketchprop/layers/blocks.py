@@ -6,7 +6,7 @@ A block's class says in ``anatomy`` what one call is made of; how it is run is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ..core.cost import Size
 from ..core.sampling import Uniforms, draw_uniforms
 from ..ops.branch import RowWise, branch
 from ..ops.kept import kept_count
-from ..ops.postnorm import carried_norm
+from ..ops.postnorm import norm_branch
 from ..ops.rowwise import Chain, Dropout, Parameters, read
 from ..ops.sublayer import Projection, Rotary, attention_branch
 from ..sketches import AnySketch, Tokens
@@ -64,6 +64,8 @@ class Anatomy(NamedTuple):
     between: Callable[[Tensor], Tensor] | None = None
     again: bool = False
     """Whether the feed-forward part has to run again from its input: mixtures of experts."""
+    apart: str = ""
+    """Why ``attention`` is not given."""
 
 
 class SketchedBlock(SketchedModule):
@@ -111,22 +113,31 @@ class SketchedBlock(SketchedModule):
         f, why = self._rows(mlp)
         if why:
             notes.append(f"its feed-forward part is exact: {why}")
-        y, carry = self._attend(call, tokens, f is not None, notes, uniforms)
-        if call.between is not None:
-            y = call.between(y)
+        # The norm between the branches of a block that is normalised last, taken with the second.
+        norm = None
+        if not call.norm_first and call.between is None and isinstance(f, RowWise):
+            norm, _ = self._rows(call.norms[:1], whole=True)
+        one = call.between is None and (f is not None if call.norm_first else norm is not None)
+        a, carry = self._attend(call, tokens, one and _one_draw(tokens, call.x), notes, uniforms)
         if not torch.compiler.is_compiling():
             self._note("; ".join(notes))
+        save = "input" if call.again else tokens.save
+        if norm is not None:
+            z = norm_branch(a, norm, f, tokens.budget, save=save, carry=carry, uniforms=uniforms)
+            return applied(call.norms[1:], z)
+        y = a if call.norm_first else applied(call.norms[:1], a)
+        if call.between is not None:
+            y = call.between(y)
         if f is None:
             z = y + applied(mlp, y)
             return z if call.norm_first else applied(call.norms[1:], z)
-        used = None if isinstance(f, RowWise) else parameters_of(mlp)
         z = branch(
             f,
             y,
             tokens.budget,
-            save="input" if call.again else tokens.save,
+            save=save,
             residual=True,
-            parameters=used,
+            parameters=None if isinstance(f, RowWise) else parameters_of(mlp),
             carry=carry,
             check=False,
             uniforms=uniforms,
@@ -134,28 +145,25 @@ class SketchedBlock(SketchedModule):
         return z if call.norm_first else applied(call.norms[1:], z)
 
     def _attend(
-        self, call: Anatomy, tokens: Tokens, rows: bool, notes: list[str], uniforms: Uniforms
+        self, call: Anatomy, tokens: Tokens, carries: bool, notes: list[str], uniforms: Uniforms
     ) -> tuple[Tensor, Any]:
-        """The first branch, norm and residual with it, and what it carries."""
+        """The first branch and its residual, with the norm before it, and what it carries."""
         x = call.x
         parts, why = self._read_attention(call)
         if parts is None:
             if why:
                 notes.append(why)
-            if call.norm_first:
-                return x + call.plain(applied(call.norms[:1], x)), None
-            return applied(call.norms[:1], x + call.plain(x)), None
+            return x + call.plain(applied(call.norms[:1], x) if call.norm_first else x), None
         attention = call.attention
         assert attention is not None
         projections, out, norm = parts
-        carries = rows and call.between is None and _one_draw(tokens, x)
-        a, carry = attention_branch(
+        return attention_branch(
             x,
             projections,
             out,
             heads=attention.heads,
             kv_heads=attention.kv_heads,
-            norm=norm if call.norm_first else RowWise(Chain(), ()),
+            norm=norm,
             attn_mask=attention.mask,
             dropout_p=attention.dropout_p,
             is_causal=attention.is_causal,
@@ -163,22 +171,18 @@ class SketchedBlock(SketchedModule):
             scale=attention.scale,
             queries=tokens.query_budget,
             keys=tokens.key_budget,
+            capacity=tokens.capacity,
             save=tokens.save,
             residual=True,
             carry=carries,
             uniforms=uniforms,
         )
-        if call.norm_first:
-            return a, carry
-        if carry is None:
-            return applied(call.norms[:1], a), None
-        return carried_norm(a, norm, carry)
 
     def _read_attention(self, call: Anatomy) -> tuple[Any, str]:
         """Projections, what follows, the norm before; or why attention is not taken apart."""
         attention = call.attention
         if attention is None:
-            return None, ""
+            return None, f"{self.unread}: {call.apart}" if call.apart else ""
         if attention.module is not None and hooked(attention.module):
             return None, f"its attention is exact: {changed(attention.module)}"
         pairs: list[Projection] = []
@@ -188,7 +192,9 @@ class SketchedBlock(SketchedModule):
                 return None, f"{self.unread}: {changed(part)}"
             pairs.append(pair)
         out, why = self._rows(attention.out, whole=True)
-        norm, other = self._rows(call.norms[:1], whole=True)
+        norm, other = RowWise(Chain(), ()), ""
+        if call.norm_first:
+            norm, other = self._rows(call.norms[:1], whole=True)
         if out is None or norm is None:
             return None, f"{self.unread}: {why or other}"
         projections = pairs[0] if len(pairs) == 1 else tuple(pairs)
@@ -240,8 +246,9 @@ class SketchedBlock(SketchedModule):
         cls, layer: nn.Module, rows: int, from_below: bool = True, trains: bool = True
     ) -> tuple[Size, ...]:
         found: tuple[Size, ...] = ()
-        for _, module, role in cls.parts(layer):
-            found += cls.sizes_of(module, role, rows, from_below, trains)
+        for name, module, role in cls.parts(layer):
+            often = cls.times(layer, name)
+            found += cls.sizes_of(module, role, rows * often, from_below, trains)
         return found
 
     @classmethod
@@ -272,6 +279,11 @@ class SketchedBlock(SketchedModule):
                 known = [role for start, role in cls.roles if name.startswith(start)]
                 found.append((name, module, known[0] if known else "rows"))
         return found
+
+    @classmethod
+    def times(cls, layer: nn.Module, name: str) -> int:
+        """How often a row passes through a module of the block: more than once with experts."""
+        return 1
 
     @classmethod
     def left_exact(cls, layer: nn.Module, sketch: AnySketch) -> str:
@@ -341,7 +353,8 @@ def _one_draw(tokens: Tokens, x: Tensor) -> bool:
     """Whether the rows of the feed-forward part can be drawn among the kept queries."""
     N, T = x.shape[:2]
     rows, queries = kept_count(tokens.budget, N * T), kept_count(tokens.query_budget, T)
-    return queries < T and rows < N * T and rows <= N * queries
+    # Queries are rounded in each sample and rows in the batch: equal shares may differ by that.
+    return queries < T and rows < N * T and rows - N * queries <= N / 2
 
 
 def _weight_shapes(module: nn.Module) -> list[tuple[int, int]]:
@@ -353,9 +366,15 @@ def _weight_shapes(module: nn.Module) -> list[tuple[int, int]]:
         return [(E, E), (E, module.kdim or E), (E, module.vdim or E)]
     if isinstance(module, nn.Linear):
         return [(module.out_features, module.in_features)]
+    if hasattr(module, "num_experts"):  # a stack of matrices, of which a row meets a few
+        return [(p.shape[1], p.shape[2]) for p in module._parameters.values() if _stacks(p)]
     if hasattr(module, "nf") and hasattr(module, "nx"):  # transformers' Conv1D
         return [(int(module.nf), int(module.nx))]  # type: ignore[arg-type]
     return []
+
+
+def _stacks(parameter: Tensor | None) -> TypeGuard[Tensor]:
+    return parameter is not None and parameter.dim() == 3
 
 
 def _matrices(module: nn.Module, role: str) -> Iterable[tuple[int, int, str]]:

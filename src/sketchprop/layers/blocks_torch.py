@@ -68,7 +68,8 @@ class _TorchBlock(SketchedBlock):
         drops = [_in_turn(m, x.shape[0]) if turn else m for m in (self.dropout, drop)]
         f = (self.linear1, self._activation(), drops[0], self.linear2, drops[1])
         attention = self._attention(x, mask, padding, is_causal)
-        return Anatomy(x, attention, plain, (self.norm1, norm), f, self.norm_first)
+        why = "nn.MultiheadAttention with hooks, keys of its own or projections apart"
+        return Anatomy(x, attention, plain, (self.norm1, norm), f, self.norm_first, apart=why)
 
     def _attention(
         self: Any, x: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool

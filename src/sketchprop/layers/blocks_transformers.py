@@ -23,6 +23,7 @@ _HARMLESS = frozenset(
      "return_dict", "past_key_values", "output_attentions", "output_router_logits"}
 )  # fmt: skip
 """Options that do not change what a block computes; some of them only where they are false."""
+_CACHED = "a cache wants its keys; give use_cache=False"
 _GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Dinov2SwiGLUFFN")
 _CHAINS = {
     "GPT2MLP": ("c_fc", "act", "c_proj", "dropout"),
@@ -66,7 +67,7 @@ _STEPS: dict[str, Callable[[Any], Steps | None]] = {
 class _TransformersBlock(SketchedBlock):
     """Reads the row-wise modules of transformers."""
 
-    unread = "its attention runs as it is, on kept queries"
+    unread = "its attention runs as it is, on kept queries with draws of their own"
 
     def read(self, part: Callable[[Tensor], Tensor]) -> Steps | None:
         found = super().read(part)
@@ -307,8 +308,8 @@ class _GPT2(_TransformersBlock):
             y: Tensor = call(x, past_key_values=past_key_values, **given)[0]
             return y
 
-        fused = None
-        if past_key_values is None:  # a cache wants the keys: attention as it is gives them
+        fused, why = None, _CACHED
+        if past_key_values is None:
             fused = SelfAttention(
                 (attention.c_attn,),
                 (attention.c_proj, attention.resid_dropout),
@@ -316,7 +317,7 @@ class _GPT2(_TransformersBlock):
                 **_how(attention, attention_mask, hidden_states, attention.attn_dropout.p),
             )
         norms = (self.ln_1, self.ln_2)
-        return Anatomy(hidden_states, fused, plain, norms, (self.mlp,), norm_first=True)
+        return Anatomy(hidden_states, fused, plain, norms, (self.mlp,), norm_first=True, apart=why)
 
 
 class _Decoder(_TransformersBlock):
@@ -341,7 +342,7 @@ class _Decoder(_TransformersBlock):
             return y
 
         fused = None
-        # A cache wants the keys, and norms of q and k are no part of a rotation.
+        why = "q and k have norms" if hasattr(attention, "q_norm") else _CACHED
         if options.get("past_key_values") is None and not hasattr(attention, "q_norm"):
             fused = SelfAttention(
                 (attention.q_proj, attention.k_proj, attention.v_proj),
@@ -352,13 +353,17 @@ class _Decoder(_TransformersBlock):
                 **_how(attention, mask, hidden_states, attention.attention_dropout),
             )
         norms = (self.input_layernorm, self.post_attention_layernorm)
-        return Anatomy(hidden_states, fused, plain, norms, (self.mlp,), norm_first=True)
+        return Anatomy(hidden_states, fused, plain, norms, (self.mlp,), norm_first=True, apart=why)
 
 
 class _Mixtral(_Decoder):
     """A mixture of experts: they run again on the kept tokens."""
 
-    left = "experts run again on the kept rows; they are not in these FLOPs"
+    left = "experts run again on the kept rows, which is not in these FLOPs"
+
+    @classmethod
+    def times(cls, layer: Any, name: str) -> int:
+        return int(layer.mlp.top_k) if name == "mlp.experts" else 1
 
     def anatomy(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Anatomy | str:
         call = super().anatomy(hidden_states, *args, **options)

@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -46,10 +46,17 @@ class Decision:
     ratio: float
     exact_ms: float
     sketched_ms: float
+    error: float = field(default=0.0, compare=False)
+    """Of the ratio; not remembered."""
 
     @property
     def sketch(self) -> bool:
         return self.ratio < MARGIN
+
+    @property
+    def sure(self) -> bool:
+        """Whether another timing would decide alike: not where a busy machine blurs it."""
+        return abs(self.ratio - MARGIN) > 2 * self.error
 
     def __str__(self) -> str:
         verdict = "faster" if self.sketch else "exact is faster"
@@ -63,22 +70,26 @@ class Judge:
         self.decisions: dict[tuple[Any, ...], Decision] = {}
         self.latest = False
         """The last decision: what a graph that is being compiled takes for good."""
+        self.decided = False
         self._sketch: AnySketch | None = None
         self._timer = timer
 
     def __call__(self, layer: SketchedModule, inputs: Sequence[Any]) -> bool:
         if torch.compiler.is_compiling():
+            if not self.decided:
+                _nothing_decided()
             return self.latest
         x = inputs[0]
         if layer.sketch is not self._sketch:  # another sketch, other times
             self._sketch = layer.sketch
             self.decisions.clear()
+            self.latest = self.decided = False
         # What may change from call to call; the rest of the key is fixed for a run.
         key = (x.shape, x.dtype, x.requires_grad)
         decision = self.decisions.get(key)
         if decision is None:
             decision = self.decisions[key] = self._decide(layer, inputs)
-            self.latest = decision.sketch
+            self.latest, self.decided = decision.sketch, True
         return decision.sketch
 
     def describe(self) -> str:
@@ -95,8 +106,23 @@ class Judge:
         if known is not None:
             return Decision(**known)
         decision = (self._timer or time_layer)(layer, inputs)
-        _write_cache(name, decision)
+        if decision.sure:
+            _write_cache(name, decision)
         return decision
+
+
+def _nothing_decided() -> bool:
+    """Said while a graph is traced, once for each."""
+    warnings.warn(
+        "where='faster' has timed nothing yet, so that a layer is compiled exact, for good; run "
+        "one training step of the plain model before torch.compile",
+        stacklevel=2,
+    )
+    return True
+
+
+# What torch.compiler.assume_constant_result does, which would import all of torch._dynamo now.
+_nothing_decided._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def time_layer(layer: nn.Module, inputs: Sequence[Any]) -> Decision:
@@ -133,9 +159,12 @@ def time_layer(layer: nn.Module, inputs: Sequence[Any]) -> Decision:
         if isinstance(state.planner, Every):  # new atoms, spread over the steps that they serve
             (new,) = in_turns([run_with_new_atoms], 1, device)
             extra = max(0.0, new[0] - median(sketched)) / state.planner.steps
-    ratio = median(s / max(e, 1e-9) for e, s in zip(exact, sketched, strict=True))
-    ratio += extra / max(median(exact), 1e-9)
-    return Decision(ratio, 1e3 * median(exact), 1e3 * (median(sketched) + extra))
+    ratios = [s / max(e, 1e-9) for e, s in zip(exact, sketched, strict=True)]
+    middle = median(ratios)
+    # As in meters.cost.timing: a median's error from the spread of the pairs.
+    error = 1.2533 * 1.4826 * median(abs(r - middle) for r in ratios) / len(ratios) ** 0.5
+    ratio = middle + extra / max(median(exact), 1e-9)
+    return Decision(ratio, 1e3 * median(exact), 1e3 * (median(sketched) + extra), error)
 
 
 def _differentiable(x: Any) -> bool:
@@ -191,7 +220,8 @@ def _is_decision(entry: Any) -> bool:
 def _write_cache(name: str, decision: Decision) -> None:
     """Adds one decision; a reader never sees half a file."""
     path = cache_file()
-    content = {**_read_cache(), name: vars(decision)}
+    numbers = {key: value for key, value in vars(decision).items() if key != "error"}
+    content = {**_read_cache(), name: numbers}
     partial_file: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

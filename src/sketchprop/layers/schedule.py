@@ -75,8 +75,8 @@ def set_budget_(model: Model, budget: float | int) -> Model:
     if not states:
         raise ValueError(f"{type(model).__name__} has no sketched layer; call sketch_ on it first")
     for state in states:
-        # 1 is a rank and 1.0 is everything: equal numbers, different budgets.
-        now = state.sketch.budget
-        if now != budget or type(now) is not type(budget):
-            state.sketch = state.sketch.with_budget(budget)
+        sketch = state.sketch.with_budget(budget)
+        # As text, because 1 is a rank and 1.0 is everything: equal numbers, different budgets.
+        if repr(sketch) != repr(state.sketch):
+            state.sketch = sketch
     return model

@@ -49,6 +49,11 @@ class Sketching:
             return self.sketch.cost(size)
         return self.planner.cost(self.sketch, size)
 
+    @property
+    def stays_exact(self) -> bool:
+        """Whether the judge has left this layer exact, or has not decided yet."""
+        return self.judge is not None and not getattr(self.judge, "latest", True)
+
     def forget(self) -> None:
         """Drops what the planners remember."""
         for planner in (self.planner, *self.parts.values()):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -85,10 +84,6 @@ def _kept_attention(
 ) -> tuple[Tensor, None]:
     """transformers' ``sdpa`` with kept queries."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    device = query.device.type
-    if torch.is_autocast_enabled(device):  # which casts for torch's own function alone
-        kind = torch.get_autocast_dtype(device)
-        query, key, value = query.to(kind), key.to(kind), value.to(kind)
     out = kept_attention(
         query,
         key,
@@ -99,5 +94,6 @@ def _kept_attention(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         queries=module.kept_tokens.query_budget,
+        capacity=module.kept_tokens.capacity,
     )
     return out.transpose(1, 2).contiguous(), None

@@ -1,6 +1,6 @@
 """Meters: what a sketch does to the gradient, what it costs and what it saves."""
 
-from .advise import Advice, Option, advise
+from .advising import Advice, Candidate, Moment, Option, Trial, Way, advise, trial
 from .cost.flops import FlopsReport, measure_flops
 from .cost.memory import MemoryReport, saved_bytes
 from .cost.timing import BenchReport, Times, bench, step_times
@@ -15,17 +15,21 @@ from .verdict import Verdict, criterion
 __all__ = [
     "Advice",
     "BenchReport",
+    "Candidate",
     "Estimate",
     "FlopsReport",
     "MeasureReport",
     "MemoryReport",
+    "Moment",
     "Monitor",
     "Option",
     "PlanReport",
     "Times",
+    "Trial",
     "UnbiasedReport",
     "VarianceReport",
     "Verdict",
+    "Way",
     "advise",
     "bench",
     "check_unbiased",
@@ -37,4 +41,5 @@ __all__ = [
     "plan",
     "saved_bytes",
     "step_times",
+    "trial",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from time import monotonic
 from typing import Any
@@ -15,15 +15,17 @@ from ..layers.transform import exact
 from ..sketches import AnySketch, Planner
 from .cost.flops import FlopsReport, flops_of
 from .cost.memory import MemoryReport, bytes_of
-from .cost.timing import Times, times_of
+from .cost.timing import Times, seconds_of_a_pass, times_of
 from .noise.estimate import Estimate
 from .noise.nodes import NodeVariance
 from .noise.passes import Gradients, Loss
 from .noise.variance import Progress, VarianceReport, variance_of
-from .restore import restored
+from .restore import check_model, restored
 from .verdict import Verdict, criterion
 from .words import amount, change_in_words, ratio, with_error
 
+LEAST_BESIDE = 9
+"""Passes of ``measure`` beside a draw for each batch: FLOPs, bytes, two rounds of times."""
 DROWNED = 100
 """From so many times the steps on, the noise is said to drown the gradient."""
 
@@ -323,6 +325,9 @@ def measure(
         times = Times.given(*times)
     end = math.inf if minutes is None else monotonic() + 60 * minutes
     with restored(model, sketch, planner) as buffers:
+        if minutes is not None:
+            _check_time(model, loss_fn, batches, minutes)
+            buffers.restore()
         variance = variance_of(
             Gradients(model, loss_fn, buffers, seed),
             batches,
@@ -356,6 +361,20 @@ def measure(
         if times is None
         else criterion(relative, times.ratio, times.ratio_error, signal=signal),
     )
+
+
+def _check_time(model: nn.Module, loss_fn: Loss, batches: Sequence[Any], minutes: float) -> None:
+    """Whether there is time for a draw on each batch, and for two rounds of times."""
+    if not batches:
+        return  # said elsewhere
+    check_model(model)
+    a_pass = seconds_of_a_pass(model, loss_fn, batches[0])
+    needed = (2 * len(batches) + LEAST_BESIDE) * a_pass
+    if needed > 60 * minutes:
+        raise ValueError(
+            f"minutes={minutes:g} is too short: one pass takes {a_pass:.2g} s; give at least "
+            f"minutes={needed / 30:.2g}, or fewer batches"
+        )
 
 
 def plain_data(value: Any) -> Any:

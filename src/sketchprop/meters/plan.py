@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from ..core.stopwatch import in_turns
 from ..core.table import LAYER, Column, Table, as_text, words
 from ..layers import Sketching
+from ..layers.choose import Filter, choose
 from ..layers.isolation import no_gradient_hooks, twin
-from ..layers.transform import exact, refusal, sketch_, units
+from ..layers.transform import exact, sketch_
 from ..sketches import L1, AnySketch
 from .cost.shapes import Use, recorded_uses
 from .cost.timing import Times, compare
 from .noise.passes import Loss, scalar_loss
-from .restore import restored
+from .restore import check_real, restored
 
+NOT_TAKEN = "sketch_ does not take it, unless filter_fn says so"
 WORTH = 0.9
 """A layer is worth sketching if its backward takes at most this share of the exact time."""
 
@@ -122,13 +124,15 @@ def plan(
     batch: Any,
     *,
     sketch: AnySketch | None = None,
+    filter_fn: Filter | None = None,
     rounds: int = 7,
 ) -> PlanReport:
     """A line for each layer that can be sketched: its share of backward, what a sketch saves.
 
     ``loss_fn(model, batch)`` as in ``measure``; for ``None`` the model is called with ``batch``
     (a tuple as arguments, a dict as keywords) and the mean square of its output is taken: times
-    depend on shapes alone. ``sketch`` is the one to try, L1(0.1) unless given.
+    depend on shapes alone. ``sketch`` is the one to try, L1(0.1) unless given; worthwhile are only
+    layers that ``sketch_(model, sketch, filter_fn)`` takes: by default not the last one.
 
     Each layer's backward is timed on this machine, alone, at the shapes it has in the model,
     exact and sketched in turns; a second budget gives the break-even by a straight line.
@@ -139,11 +143,15 @@ def plan(
     """
     sketch = sketch or L1(0.1)
     loss_fn = loss_fn or _mean_square
-    layers = {layer: name for name, layer in units(model, sketch)[0].items()}
+    choice = choose(model, sketch, filter_fn)
+    layers = {layer: name for name, layer in choice.layers.items()}
+    left = {name: choice.refused.get(name, NOT_TAKEN) for name in choice.layers}
+    left |= dict.fromkeys(choice.taken, "")
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no layer that can be sketched; see sketchprop.summary"
         )
+    check_real(model)
     with restored(model), exact(model):
         with recorded_uses(layers) as recorded:
             value = scalar_loss(loss_fn, model, batch)
@@ -155,7 +163,7 @@ def plan(
             raise ValueError("no layer that can be sketched takes part in this backward pass")
         timed = _LayerTimer(sketch, rounds)
         lines = tuple(
-            _line([use for use in uses if use.name == name], sketch, timed, backward, uses)
+            _line([use for use in uses if use.name == name], left[name], timed, backward, uses)
             for name in dict.fromkeys(use.name for use in uses)
         )
     return PlanReport(sketch, backward, lines)
@@ -173,20 +181,23 @@ def _backward_seconds(model: nn.Module, value: Tensor, rounds: int) -> float:
 
 
 def _line(
-    uses: list[Use], sketch: AnySketch, timed: _LayerTimer, backward: float, everything: list[Use]
+    uses: list[Use], reason: str, timed: _LayerTimer, backward: float, everything: list[Use]
 ) -> LayerPlan:
-    layer = uses[0].layer
-    reason = refusal(layer, sketch)
-    times, break_even = timed(uses[0], sketched=not reason)
+    """``reason``: why ``sketch_`` does not take it; empty if it does."""
+    layer, sketch = uses[0].layer, timed.sketch
+    able = reason in ("", NOT_TAKEN)
+    times, break_even = timed(uses[0], sketched=able)
     largest = max(uses[0].products, key=lambda product: product.n * product.d)
     exact_flops = sum(use.exact_flops for use in uses)
     seconds = times.exact * len(uses)
     sketched_flops = sum(use.sketched_flops(Sketching(sketch)) for use in uses)
     keeps_all = all(sketch.keeps_all(p.B, p.n, p.d) for p in uses[0].products)
-    taken = not reason and not keeps_all
-    worth = taken and times.ratio <= WORTH
-    note = reason or ("the budget keeps everything" if keeps_all else "")
-    if taken and not worth:
+    timed_both = able and not keeps_all
+    faster = timed_both and times.ratio <= WORTH
+    note = reason
+    if able and keeps_all:
+        note = "the budget keeps everything"
+    elif able and not faster:
         note = "too small to gain" if times.ratio > 1 else "hardly faster"
     return LayerPlan(
         layer=uses[0].name,
@@ -197,10 +208,10 @@ def _line(
         seconds=seconds,
         time_share=seconds / backward,
         flops_share=exact_flops / sum(use.exact_flops for use in everything),
-        ratio=times.ratio if taken else None,
-        flops_ratio=sketched_flops / exact_flops if taken else None,
-        break_even=break_even if taken else None,
-        worth=worth,
+        ratio=times.ratio if timed_both else None,
+        flops_ratio=sketched_flops / exact_flops if timed_both else None,
+        break_even=break_even if timed_both else None,
+        worth=faster and not reason,
         note=note,
     )
 

@@ -111,3 +111,21 @@ def tensors_in(value: object) -> list[Tensor]:
     """The tensors inside a batch: a tensor, or nested tuples, lists and dicts of them."""
     leaves = torch.utils._pytree.tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses a model on which there is nothing to measure."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that requires a gradient; unfreeze one"
+        )
+    check_real(model)
+
+
+def check_real(model: nn.Module) -> None:
+    """Refuses a model that has shapes and no numbers."""
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, where nothing can be measured; load "
+            "its weights first, or model.to_empty(device='cpu')"
+        )

@@ -62,8 +62,9 @@ def attend(
     k, v = _as_many_heads(q, k), _as_many_heads(q, v)
     mask = _with_four_axes(mask)
     if engine == "flash":
+        q, k, v = _for_flash(q), _for_flash(k), _for_flash(v)
         out, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, how.is_causal, attn_mask=added(mask, q.dtype), scale=how.scale
+            q, k, v, 0.0, how.is_causal, attn_mask=_mask_for_flash(mask, q), scale=how.scale
         )
         return Attended(out, logsumexp)
     if engine == "again":
@@ -97,9 +98,10 @@ def attend_back(
     wide_k, wide_v = _as_many_heads(q, k), _as_many_heads(q, v)
     engine = how.engine(q, v)
     if engine == "flash":
+        dense = [_for_flash(t) for t in (g, q, wide_k, wide_v)]
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, wide_k, wide_v, attended.out, attended.logsumexp, 0.0, False,
-            attn_mask=added(mask, q.dtype), scale=how.scale,
+            *dense, attended.out, attended.logsumexp, 0.0, False,
+            attn_mask=_mask_for_flash(mask, q), scale=how.scale,
         )  # fmt: skip
     elif engine == "again":
         with torch.enable_grad():
@@ -109,6 +111,16 @@ def attend_back(
     else:
         dq, dk, dv = _formulas(g, q, wide_k, wide_v, attended.dropped, mask, how)
     return dq, _as_few_heads(dk, heads), _as_few_heads(dv, heads)
+
+
+def _for_flash(x: Tensor) -> Tensor:
+    """The kernel reads numbers that lie side by side, and does not ask whether they do."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _mask_for_flash(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    mask = added(mask, q.dtype)
+    return None if mask is None else _for_flash(mask)
 
 
 def _formulas(

@@ -11,8 +11,10 @@ from torch import Tensor
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from .attend import Attended, Attending, attend, attend_back, check_mask, mask_rows
+from .backward import as_autocast
 from .branch import returned
 from .kept import draw_queries, keep, kept_count, row_norms, slot_count
+from .passes import asked, one_source
 
 
 def kept_attention(
@@ -57,6 +59,8 @@ def kept_attention(
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    # Autocast itself casts for torch's own function alone.
+    q, k, v = (as_autocast(t, q.device.type) for t in (q, k, v))
     size = (q.shape[0] * count, slots)
     return _KeptAttention.apply(q, k, v, attn_mask, how, size, uniforms)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -95,6 +99,7 @@ class _KeptAttention(torch.autograd.Function):
     ) -> Tensor:
         attended = attend(q, k, v, mask, how)
         ctx.how, ctx.count, ctx.uniforms = how, count, uniforms
+        ctx.tensors = (True, True, True, mask is not None, False, False, False)
         ctx.save_for_backward(q, k, v, mask, *attended)
         return attended.out
 
@@ -106,7 +111,8 @@ class _KeptAttention(torch.autograd.Function):
             G = token_rows(grad)
             samples = Samples(1, N, T)
             rank, capacity = ctx.count
-            rows, scale = draw_queries(row_norms(G), rank, capacity, ctx.uniforms, samples)
+            uniforms = one_source(ctx, grad, asked(ctx, ctx.tensors), ctx.uniforms)
+            rows, scale = draw_queries(row_norms(G), rank, capacity, uniforms, samples)
             slots = Slots.of(rows, capacity, samples)
             g = keep(G, rows, scale).values
             few = attended_rows(Attended(*rest), slots)

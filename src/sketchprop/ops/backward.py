@@ -2,18 +2,12 @@
 
 A layer says how its tensors are matrices (``Form``); everything else is the same for linear
 layers, convolutions and rows drawn in forward.
-
-A pass may ask a layer for some of its gradients and come back for the others: zero-bubble
-pipelines walk a graph twice, once for dX, once for dW. Both must come from one draw, and neither
-is to be computed twice. torch calls a Python function's backward both times and does not say what
-it wants; the engine knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +20,7 @@ from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import CompactGradient, Vjp
 from ..sketches import AnySketch, Planner, Sketch, Tokens
-
-Draw = TypeVar("Draw")
-Asked = tuple[bool, bool, bool]
+from .passes import Asked, asked, one_draw
 
 
 class Method(NamedTuple):
@@ -135,7 +127,8 @@ def _gradients(
     ctx: Any, grad: Tensor, x: Tensor | None, weight: Tensor | None, index: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dX, dW and db, as far as this pass asks for them."""
-    wants_x, wants_weight, wants_bias = now = asked(ctx)
+    now = asked(ctx, (True, True, ctx.needs_input_grad[2]))
+    wants_x, wants_weight, wants_bias = now
     method: Method = ctx.method
     form: Form = ctx.form.facing(grad, method.sketch)
     vjp = form.vjp(grad, x, weight)
@@ -160,7 +153,7 @@ def _gradients(
 
 
 def _compact(
-    form: Form, method: Method, vjp: Vjp, index: Tensor | None, asks: tuple[bool, bool, bool]
+    form: Form, method: Method, vjp: Vjp, index: Tensor | None, asks: Asked
 ) -> CompactGradient:
     sketch, planner, _, uniforms = method
     if isinstance(sketch, Tokens):
@@ -237,15 +230,17 @@ def autocast(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast would do to a layer's arguments, done outside of the Function."""
     device = x.device.type
+    cast = None if bias is None else as_autocast(bias, device)
+    return as_autocast(x, device), as_autocast(weight, device), cast
+
+
+def as_autocast(t: Tensor, device: str) -> Tensor:
+    """``t`` as autocast would hand it to a product on ``device``: it leaves float64 alone."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(t: Tensor) -> Tensor:
-        # Autocast leaves float64 alone.
-        return t if t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
-
-    return cast(x), cast(weight), None if bias is None else cast(bias)
+        return t
+    if t.dtype == torch.float64 or not t.is_floating_point():
+        return t
+    return t.to(torch.get_autocast_dtype(device))
 
 
 def records(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -256,73 +251,3 @@ def records(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if not torch.is_grad_enabled() or x.is_complex() or weight.is_complex() or x.is_nested:
         return False
     return x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-
-
-class Left(NamedTuple):
-    """What a pass left for another: the draw, the gradient it was made for, what is still owed."""
-
-    draw: Any
-    grad: Tensor
-    version: int
-    owed: Asked
-
-
-def asked(ctx: Any) -> Asked:
-    """Which of dX, dW, db this very pass asks for, of a Function whose inputs begin so.
-
-    Where the engine cannot be asked, all that may ever be wanted.
-    """
-    needs: Asked = ctx.needs_input_grad[:3]
-    if _only_pass(ctx) or not hasattr(ctx, "next_functions"):
-        return needs
-    nodes = [node for node, _ in ctx.next_functions[: 2 + needs[2]]] + [None]
-    return (
-        needs[0] and _executes(nodes[0]),
-        needs[1] and _executes(nodes[1]),
-        needs[2] and _executes(nodes[2]),
-    )
-
-
-def one_draw(ctx: Any, grad: Tensor, now: Asked, draw: Callable[[], Draw]) -> Draw:
-    """``draw()``, or what an earlier pass over the same ``grad`` drew and has not used up."""
-    if _only_pass(ctx):
-        return draw()
-    left: Left | None = getattr(ctx, "left", None)
-    if left is not None and _continues(left, grad, now):
-        made, owed = left.draw, left.owed
-    else:
-        made, owed = draw(), ctx.needs_input_grad[:3]
-    still = tuple(was and not is_now for was, is_now in zip(owed, now, strict=True))
-    # Only a graph that is kept can be walked again.
-    comes_back = any(still) and _graph_is_kept()
-    ctx.left = Left(made, grad, grad._version, still) if comes_back else None  # type: ignore[arg-type]
-    return made  # type: ignore[no-any-return]
-
-
-def _only_pass(ctx: Any) -> bool:
-    """Whether no other pass over this node came before or will come: as training runs."""
-    if torch.compiler.is_compiling():
-        return True
-    return getattr(ctx, "left", None) is None and not _graph_is_kept()
-
-
-def _graph_is_kept() -> bool:
-    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return kept
-
-
-def _continues(left: Left, grad: Tensor, now: Asked) -> bool:
-    seen, now_seen = ((g.data_ptr(), g.shape, g.stride()) for g in (left.grad, grad))
-    same = seen == now_seen
-    owed = all(was or not is_now for was, is_now in zip(left.owed, now, strict=True))
-    return same and left.version == grad._version and owed
-
-
-def _executes(node: Any) -> bool:
-    if node is None:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        # A leaf that torch.autograd.grad captures, or a pass that the engine does not run.
-        return True

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core.checks import wide_dtype
+from ..core.compact import scaled
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from .backward import refuse_second_backward
 from .kept import Carry, Kept, draw_batch, draw_queries, keep, keep_among, kept_count, row_norms
+from .passes import asked, one_source
 from .replayed import check_rows, recorded, replayed
 from .rowwise import Chain, Grads, KeptTape, Parameters, Tape, Wants, read
 
@@ -122,27 +124,27 @@ class _Branch(torch.autograd.Function):
     ) -> Tensor:
         tape = Tape(settings.save == "activations")
         y = chain.forward(x.reshape(-1, x.shape[-1]), P, tape, False)
-        y = y.view(*x.shape[:-1], y.shape[-1])
-        _remember(ctx, x, index, settings)
+        y = shaped(y, x, chain)
+        remember(ctx, x, index, settings, P)
         ctx.chain = chain
         ctx.kept = len(tape.kept)
         ctx.save_for_backward(x, *tape.kept, *P)
-        return x + y if settings.residual else y
+        return added(x, y, chain) if settings.residual else y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *rest = ctx.saved_tensors
         tensors, P = rest[: ctx.kept], tuple(rest[ctx.kept :])
         with torch.no_grad(), autocast_as(ctx.autocast):
+            needs = asked(ctx, ctx.tensors)
             G = grad.reshape(-1, grad.shape[-1])
-            kept, carried = _draw(ctx, G)
+            kept, carried = drawn(ctx, G, one_source(ctx, grad, needs, ctx.settings.uniforms))
             X = x.reshape(-1, x.shape[-1]).index_select(0, kept.rows)
             tape = KeptTape(
                 ctx.settings.save == "activations",
                 iter([t.index_select(0, kept.rows) for t in tensors]),
             )
             _, pull = ctx.chain.again(X, P, tape, False)
-            needs = ctx.needs_input_grad
             dX, grads = pull(kept.values, (needs[0], *needs[5:]))
             dx = None if dX is None else _scattered(ctx, dX, kept.rows, grad, x)
             grads = as_wanted(grads, P, needs[5:])
@@ -166,7 +168,7 @@ class _Replayed(torch.autograd.Function):
         y, tensors = recorded(f, x, products=products)
         if settings.check:
             check_rows(f, x, y, tensors, products=products)
-        _remember(ctx, x, index, settings)
+        remember(ctx, x, index, settings, P)
         ctx.f = f
         ctx.kept = len(tensors)
         ctx.save_for_backward(x, *tensors, *P)
@@ -177,11 +179,13 @@ class _Replayed(torch.autograd.Function):
         x, *rest = ctx.saved_tensors
         tensors, P = rest[: ctx.kept], rest[ctx.kept :]
         with torch.no_grad(), autocast_as(ctx.autocast):
-            kept, carried = _draw(ctx, grad.reshape(-1, grad.shape[-1]))
+            needs = asked(ctx, ctx.tensors)
+            uniforms = one_source(ctx, grad, needs, ctx.settings.uniforms)
+            kept, carried = drawn(ctx, grad.reshape(-1, grad.shape[-1]), uniforms)
             X = x.reshape(-1, x.shape[-1]).index_select(0, kept.rows)
             parts = [t.index_select(0, kept.rows) for t in tensors]
-            wants = [p for p, w in zip(P, ctx.needs_input_grad[5:], strict=True) if w]
-            X.requires_grad_(ctx.needs_input_grad[0])
+            wants = [p for p, w in zip(P, needs[5:], strict=True) if w]
+            X.requires_grad_(needs[0])
             products = ctx.settings.save == "activations"
             with torch.enable_grad():
                 Y = replayed(ctx.f, X, parts, products=products)
@@ -193,7 +197,7 @@ class _Replayed(torch.autograd.Function):
                     dx = _scattered(ctx, found[0], kept.rows, grad, x)
                 found = found[1:]
             left = iter(found)
-            grads = [next(left) if w else None for w in ctx.needs_input_grad[5:]]
+            grads = [next(left) if w else None for w in needs[5:]]
         return returned((dx, *carried, None, None, *grads), grad, x)
 
 
@@ -204,7 +208,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, _: Any, index: Any, f: nn.Module, settings: Settings, *P: Any
     ) -> Tensor:
-        _remember(ctx, x, index, settings)
+        remember(ctx, x, index, settings, P)
         ctx.f = f
         ctx.save_for_backward(x, *P)
         y: Tensor = f(x)
@@ -215,7 +219,7 @@ class _Recomputed(torch.autograd.Function):
         x, *P = ctx.saved_tensors
         needs = ctx.needs_input_grad
         with autocast_as(ctx.autocast):
-            kept, carried = _draw(ctx, grad.reshape(-1, grad.shape[-1]))
+            kept, carried = drawn(ctx, grad.reshape(-1, grad.shape[-1]), ctx.settings.uniforms)
             X = x.reshape(-1, x.shape[-1]).index_select(0, kept.rows)
             names = [name for name, _ in ctx.f.named_parameters()]
 
@@ -244,13 +248,18 @@ def _rank(budget: float | int | str, rows: int) -> int:
     return NONZERO
 
 
-def _remember(ctx: Any, x: Tensor, index: Tensor | None, settings: Settings) -> None:
+def remember(ctx: Any, x: Tensor, index: Tensor | None, settings: Settings, P: Parameters) -> None:
+    """What ``drawn`` and ``asked`` look at, of a Function of x, a carry, f, settings and P."""
     ctx.settings = settings
+    carried = index is not None
+    ctx.tensors = (True, carried, carried, False, False, *(p is not None for p in P))
     ctx.autocast = autocast_now(x.device.type)
     ctx.among = None if index is None else index.shape[0]
 
 
-def _draw(ctx: Any, G: Tensor) -> tuple[Kept, tuple[Tensor | None, Tensor | None]]:
+def drawn(
+    ctx: Any, G: Tensor, uniforms: Uniforms
+) -> tuple[Kept, tuple[Tensor | None, Tensor | None]]:
     """The rows for f's vjp; and what is carried: its rows, and what they lack of g/p."""
     settings: Settings = ctx.settings
     norms = row_norms(G)
@@ -258,14 +267,13 @@ def _draw(ctx: Any, G: Tensor) -> tuple[Kept, tuple[Tensor | None, Tensor | None
         rows = norms.nonzero().flatten()  # NaN is not zero: it is seen
         return Kept(rows, G.index_select(0, rows)), (None, None)
     if not settings.capacity:
-        index, scale = draw_batch(norms, settings.rank, settings.uniforms, settings.samples)
+        index, scale = draw_batch(norms, settings.rank, uniforms, settings.samples)
         return keep(G, index, scale), (None, None)
-    rows, scale = draw_queries(
-        norms, ctx.among, settings.capacity, settings.uniforms, settings.samples
-    )
-    part = keep(G, rows, scale)
-    correction = part.values - G.index_select(0, rows)
-    return keep_among(part, settings.rank, settings.uniforms), (correction, rows.to(wide_dtype(G)))
+    rows, scale = draw_queries(norms, ctx.among, settings.capacity, uniforms, settings.samples)
+    few, scale = G.index_select(0, rows), scale.unsqueeze(-1)
+    part = Kept(rows, scaled(few, scale))
+    carried = scaled(few, scale - 1), rows.to(wide_dtype(G))
+    return keep_among(part, settings.rank, uniforms), carried
 
 
 def _scattered(ctx: Any, dX: Tensor, index: Tensor, grad: Tensor, x: Tensor) -> Tensor:
@@ -276,6 +284,18 @@ def _scattered(ctx: Any, dX: Tensor, index: Tensor, grad: Tensor, x: Tensor) -> 
     rows = x.numel() // x.shape[-1]
     zeros = torch.zeros(rows, x.shape[-1], dtype=x.dtype, device=x.device)
     return zeros.index_copy_(0, index, dX.to(x.dtype)).view(x.shape)
+
+
+def shaped(y: Tensor, x: Tensor, chain: Chain) -> Tensor:
+    """Rows y as ``[*, n]``; no view, which what follows could not change in place, if y is new."""
+    shape = [*x.shape[:-1], y.shape[-1]]
+    out: Tensor = torch.ops.aten._unsafe_view(y, shape) if chain.steps else y.view(shape)
+    return out
+
+
+def added(x: Tensor, y: Tensor, chain: Chain) -> Tensor:
+    """x + f(x), in the memory of y = f(x) if a step made it and it can hold the sum."""
+    return y.add_(x) if chain.steps and y.dtype == x.dtype else x + y
 
 
 def as_wanted(grads: Grads, P: Parameters, wants: Wants) -> Grads:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.checks import check_budget, solve_dtype, wide_dtype
 from ..core.compact import scaled
-from ..core.probabilities import water_fill
+from ..core.probabilities import capped_fill, water_fill
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw
 
@@ -93,7 +93,7 @@ def draw_queries(
     """
     parts = samples.by_sample(norms)
     if rank < samples.samples * capacity:
-        rows, scale = draw(_capped(parts, rank, capacity).flatten(), rank, uniforms=uniforms)
+        rows, scale = draw(capped_fill(parts, rank, capacity).flatten(), rank, uniforms=uniforms)
         return _rows(samples, rows), scale
     index, scale = draw(water_fill(parts, capacity), capacity, uniforms=uniforms)
     first = torch.arange(samples.samples, device=norms.device).unsqueeze(-1) * samples.tokens
@@ -106,30 +106,11 @@ def _rows(samples: Samples, index: Tensor) -> Tensor:
     return index if units is None else units[index].flatten()
 
 
-def _capped(norms: Tensor, rank: int, capacity: int) -> Tensor:
-    """p with Σ p = rank, at most ``capacity`` in the sum of a sample, for ``norms[N, T]``.
-
-    Systematic sampling then keeps at most ``capacity`` rows of each sample. Where no sample asks
-    for more this is the water-filling of the whole batch; else what they may not have goes to the
-    others in proportion.
-    """
-    share = water_fill(norms.flatten(), rank).view_as(norms).sum(-1)
-    # Just below the capacity: rounding in the sums of p must not add one more.
-    most = capacity - 1e-9
-    share = most * water_fill(share, rank / most)
-    tiny = torch.finfo(share.dtype).tiny
-    roots = norms.to(share.dtype).clamp(min=tiny)
-    sums = roots.sort(dim=-1, descending=True).values.flip(-1).cumsum(-1).flip(-1)
-    # As in ``water_fill``: with the k largest at 1 the level is S_k/(r - k), the least one counts.
-    room = share.unsqueeze(-1) - torch.arange(norms.shape[-1], device=norms.device)
-    level = torch.where(room > 0, sums / room, torch.inf).amin(-1, keepdim=True)
-    level = level + 0 * share.unsqueeze(-1)  # a norm that is NaN stays visible in every sample
-    return torch.threshold_((roots / level).clamp_(max=1.0), tiny**0.75, 0.0)
-
-
 def keep(G: Tensor, index: Tensor, scale: Tensor) -> Kept:
     """The rows ``index`` of G, each divided by its p."""
-    return Kept(index, scaled(G.index_select(0, index), scale.unsqueeze(-1)))
+    few, scale = G.index_select(0, index), scale.unsqueeze(-1)
+    narrow = solve_dtype(G) != G.dtype  # then 1/p itself may not fit
+    return Kept(index, scaled(few, scale) if narrow else few.mul_(scale.to(G.dtype)))
 
 
 def keep_among(kept: Kept, rank: int, uniforms: Uniforms) -> Kept:

@@ -24,7 +24,7 @@ def recorded(f: RowFunction, x: Tensor, *, products: bool) -> tuple[Tensor, list
     mode = _Record(products)
     with mode:
         y = f(x)
-    return y, mode.kept
+    return y, mode.as_made()
 
 
 def replayed(
@@ -106,15 +106,25 @@ class _Record(_Mode):
     def __init__(self, products: bool) -> None:
         super().__init__(products)
         self.kept: list[Tensor] = []
+        self.versions: list[int] = []
+
+    def as_made(self) -> list[Tensor]:
+        """What was kept; nothing of a result that f has changed in place since."""
+        made = zip(self.kept, self.versions, strict=True)
+        return [t if t._version == version else t[:, :0] for t, version in made]
+
+    def keep(self, t: Tensor) -> None:
+        self.kept.append(t.reshape(-1, t.shape[-1]))
+        self.versions.append(self.kept[-1]._version)
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
         y, mask = torch.native_dropout(x, p, True)
-        self.kept.append(mask.reshape(-1, mask.shape[-1]))
+        self.keep(mask)
         return y
 
     def linear(self, x: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
         y = F.linear(x, W, b)
-        self.kept.append(y.reshape(-1, y.shape[-1]))
+        self.keep(y)
         return y
 
 
@@ -129,7 +139,7 @@ class _Replay(_Mode):
 
     def linear(self, x: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
         rows = next(self.kept)
-        if not self.trusted:
+        if not self.trusted or rows.shape[-1] != W.shape[0]:
             return F.linear(x, W, b)
         return _SavedProduct.apply(x, W, b, rows.view(*x.shape[:-1], rows.shape[-1]))  # type: ignore[no-any-return, no-untyped-call]
 

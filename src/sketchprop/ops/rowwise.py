@@ -33,10 +33,14 @@ _aten = torch.ops.aten
 
 
 class Tape:
-    """What a forward pass keeps for its rows; ``products``: the results of products too."""
+    """What a forward pass keeps for its rows; ``products``: the results of products too.
 
-    def __init__(self, products: bool) -> None:
-        self.products = products
+    ``moments``: mean and deviation of a layer norm, two numbers a row, where its backward will
+    run on all rows and its result is not looked at again.
+    """
+
+    def __init__(self, products: bool, moments: bool = False) -> None:
+        self.products, self.moments = products, moments
         self.kept: list[Tensor] = []
 
 
@@ -45,6 +49,7 @@ class KeptTape(NamedTuple):
 
     products: bool
     kept: Iterator[Tensor]
+    moments: bool = False
 
 
 class Step(Protocol):
@@ -106,12 +111,20 @@ class LayerNorm:
     reads = True
 
     def forward(self, x: Tensor, P: Parameters, tape: Tape, needed: bool) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], P[0], P[1], self.eps)
+        if not tape.moments:
+            return F.layer_norm(x, x.shape[-1:], P[0], P[1], self.eps)
+        y, *moments = torch.native_layer_norm(x, x.shape[-1:], P[0], P[1], self.eps)
+        tape.kept += moments
+        return y
 
     def again(self, x: Tensor | None, P: Parameters, rows: KeptTape, needed: bool) -> Again:
         assert x is not None
         size = x.shape[-1:]
-        y, mean, rstd = torch.native_layer_norm(x, size, P[0], P[1], self.eps)
+        y = None
+        if rows.moments:
+            mean, rstd = next(rows.kept), next(rows.kept)
+        else:
+            y, mean, rstd = torch.native_layer_norm(x, size, P[0], P[1], self.eps)
 
         def pull(g: Tensor, wants: Wants) -> Pulled:
             dx, dw, db = _aten.native_layer_norm_backward(

@@ -18,7 +18,16 @@ from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from .attend import Attended, Attending, attend, attend_back, check_mask, mask_rows
 from .attention import Slots, attended_rows, dropped_rows, token_rows
-from .branch import RowWise, as_wanted, autocast_as, autocast_now, check_save, returned
+from .branch import (
+    RowWise,
+    added,
+    as_wanted,
+    autocast_as,
+    autocast_now,
+    check_save,
+    returned,
+    shaped,
+)
 from .kept import (
     Carry,
     Kept,
@@ -30,6 +39,7 @@ from .kept import (
     row_norms,
     slot_count,
 )
+from .passes import asked, one_source
 from .rowwise import Chain, Grads, KeptTape, Parameters, Pulled, Tape, Wants
 
 Projection = tuple[Tensor, Tensor | None]
@@ -165,11 +175,12 @@ class _AttentionBranch(torch.autograd.Function):
         q, k, v = _project(plan.before.forward(x, before, tape, True), P, plan, rotary)
         attended = attend(q, k, v, mask, plan.how)
         y = plan.after.forward(token_rows(attended.out), after, tape, False)
-        y = y.view(*x.shape[:-1], y.shape[-1])
+        y = shaped(y, x, plan.after)
         ctx.plan, ctx.autocast = plan, autocast_now(x.device.type)
+        ctx.tensors = tuple(isinstance(t, Tensor) for t in (x, mask, cos, sin, plan, *P))
         saved = (q, k, v, *attended[:2]) if plan.products else (None,) * 5
         ctx.save_for_backward(x, mask, cos, sin, *saved, attended.dropped, *P, *tape.kept)
-        y = x + y if plan.residual else y
+        y = added(x, y, plan.after) if plan.residual else y
         if not plan.carries:
             return y
         ctx.set_materialize_grads(False)
@@ -177,17 +188,18 @@ class _AttentionBranch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *carried: Tensor | None) -> Grads:
-        needs = ctx.needs_input_grad
         if grad is None:
-            return (None,) * len(needs)
+            return (None,) * len(ctx.tensors)
+        needs = asked(ctx, ctx.tensors)
+        plan = ctx.plan._replace(uniforms=one_source(ctx, grad, needs, ctx.plan.uniforms))
         count = len(needs) - 5
         x, mask, cos, sin, *rest = ctx.saved_tensors
         P = tuple(rest[6 : 6 + count])
         with torch.no_grad(), autocast_as(ctx.autocast):
             G = grad.reshape(-1, grad.shape[-1])
-            kept = _kept(ctx.plan, G, carried)
+            kept = _kept(plan, G, carried)
             turns = None if cos is None else (cos, sin)
-            back = Back(ctx.plan, G, x.reshape(-1, x.shape[-1]), kept.rows, P, turns)
+            back = Back(plan, G, x.reshape(-1, x.shape[-1]), kept.rows, P, turns)
             dX, grads = _gradients(
                 back, kept.values, mask, rest[:6], rest[6 + count :], (needs[0], *needs[5:])
             )
@@ -309,18 +321,24 @@ def _through_drawn(
     place, scale = draw_batch(norms, plan.keys, plan.uniforms, plan.samples)
     dk, dv = keep(dk, place, scale).values, keep(dv, place, scale).values
     rows = torch.cat([kept, place])
-    tape = KeptTape(True, iter(()))
-    normed, pull = plan.before.again(X.index_select(0, rows), before, tape, True)
+    normed, pull = plan.before.again(
+        X.index_select(0, rows), before, KeptTape(True, iter(())), True
+    )
     assert normed is not None
     few, some = torch.split(normed, [kept.shape[0], place.shape[0]])
     products = ((dq, few), (dk, some), (dv, some))
     if not any(wants):
         return None, (None,) * (len(wants) - 1), products
-    part, before_grads = pull(torch.cat([dq @ Wq, torch.addmm(dk @ Wk, dv, Wv)]), wants)
-    if part is None:
-        return None, before_grads, products
+    parts = [dq @ Wq, torch.addmm(dk @ Wk, dv, Wv)]
     dX = G.clone() if plan.residual else torch.zeros_like(X)
-    return dX.index_add_(0, rows, part.to(dX.dtype)), before_grads, products
+    if not plan.before.steps:  # nothing to pull through: two sums spare a copy of the parts
+        for place_of, part in zip((kept, place), parts, strict=True):
+            dX.index_add_(0, place_of, part.to(dX.dtype))
+        return dX, (), products
+    through, before_grads = pull(torch.cat(parts), wants)
+    if through is None:
+        return None, before_grads, products
+    return dX.index_add_(0, rows, through.to(dX.dtype)), before_grads, products
 
 
 def _weight_grads(plan: Plan, products: Products, wants: Wants) -> Grads:

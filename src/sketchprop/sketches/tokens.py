@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
+from math import ceil
 
 from ..core.checks import check_budget
 from ..core.compact import RowAtoms
 from ..core.cost import Cost, Size
-from ..core.probabilities import water_fill
+from ..core.probabilities import capped_fill, water_fill
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import CompactGradient, Vjp
@@ -15,6 +16,8 @@ from .base import as_call
 from .rows import Rows
 
 SAVES = ("activations", "input")
+ROOM = 1.25
+"""Most queries of one sample, as a multiple of the even share."""
 
 
 def default_queries(budget: float | int) -> float:
@@ -81,6 +84,18 @@ class Tokens:
         return default_keys(self.budget) if self.keys is None else self.keys
 
     @property
+    def capacity(self) -> float:
+        """Most queries of one sample, over the even share: room for a sample that matters more.
+
+        Where rows are drawn among hardly more queries a tight bound would hold for the rows too:
+        there it is the room that the default number of queries would have.
+        """
+        rows, queries = self.budget, self.query_budget
+        usual = default_queries(rows)
+        shares = isinstance(rows, float) and isinstance(queries, float)
+        return ROOM * usual / queries if shares and rows <= queries < usual else ROOM
+
+    @property
     def rest(self) -> Rows:
         """What a linear layer outside of all blocks gets."""
         return Rows(self.budget)
@@ -88,7 +103,7 @@ class Tokens:
     def of(self, part: str) -> Rows:
         """The sketch of one linear layer of a block: a part of ``Size.part``."""
         if part == "queries":
-            return QueryRows(self.query_budget)
+            return QueryRows(self.query_budget, capacity=self.capacity)
         return Rows(self.key_budget if part == "keys" else self.budget)
 
     @property
@@ -141,15 +156,23 @@ PARTS = ("rows", "queries", "keys")
 
 @dataclass(frozen=True, repr=False)
 class QueryRows(Rows):
-    """``Rows`` with the same number of rows in each sample, as attention on kept queries wants.
+    """``Rows`` with a bound of the rows of a sample, as attention on kept queries wants.
 
-    p ∝ ‖g_b‖ within a sample. Σ p of each sample is an integer, so that one systematic draw over
-    the batch keeps so many rows of each.
+    p ∝ ‖g_b‖ over the batch, at most ``capacity`` times the even share in a sample: attention that
+    draws as many tokens with the same bound finds these rows with p = 1. ``capacity=1.0``: the
+    same number in each sample.
     """
+
+    _: KW_ONLY
+    capacity: float = ROOM
 
     def atoms(self, vjp: Vjp) -> RowAtoms:
         samples = vjp.rows
         count = int(self.rank(samples.tokens))
-        p = water_fill(samples.by_sample(self.roots(vjp)), count).flatten(-2)
-        rank = count * samples.samples
-        return RowAtoms(p, rank, self.sampling, samples.units(False, p.device))
+        rank, most = count * samples.samples, min(samples.tokens, ceil(self.capacity * count))
+        roots = samples.by_sample(self.roots(vjp))
+        if rank < samples.samples * most:
+            p = capped_fill(roots, rank, most)
+        else:
+            p = water_fill(roots, count)
+        return RowAtoms(p.flatten(-2), rank, self.sampling, samples.units(False, p.device))

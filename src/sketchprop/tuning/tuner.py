@@ -21,10 +21,11 @@ from ..meters.monitor import Writer
 from ..meters.noise.metric import adaptive, ready, weighted, weights
 from ..meters.noise.passes import Gradients, Loss, squared_norm
 from ..meters.noise.variance import visible_distance
-from ..meters.restore import restored
+from ..meters.restore import check_model, restored
 from ..sketches import AnySketch, Tokens
 from .controller import Controller, Probe, check_ladder
 from .rule import LADDER
+from .together import agreed, check_plain
 
 RECENT = 65
 """Steps from whose times the median is taken."""
@@ -46,6 +47,8 @@ class Tuner:
     ``gain``: a move has to promise more than that. ``frozen=True`` probes and moves nothing.
     ``couple=True`` multiplies the learning rate in each step of the optimizer by
     κ = (‖g‖² + σ²)/(‖g‖² + σ² + V), or by √κ if it is like Adam.
+    Guards act at probes only: between two of them nothing watches the noise. In several processes
+    give each the model inside of DDP: they share what they measure, and decide alike.
     ``log``: every decision, a plain dict; ``writer`` gets its numbers, TensorBoard for example.
 
         sp.sketch_(model, sp.Tokens(0.3))
@@ -73,6 +76,8 @@ class Tuner:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         _check(share, groups, gain, couple, optimizer)
+        check_model(model)
+        check_plain(model)
         rungs = check_ladder(ladder)
         if check_budget(start) not in rungs:
             raise ValueError(f"start={start!r} is no rung of the ladder {rungs}")
@@ -125,7 +130,7 @@ class Tuner:
 
     def _decide(self, batch: Any) -> dict[str, Any]:
         start = self.clock()
-        probe = self._probe(batch, start)
+        probe = agreed(self._probe(batch, start), next(self.model.parameters()).device)
         self.spent += probe.cost
         decision = self.controller.learn(probe, self.frozen)
         self.next_probe = self.step + self.controller.wait(self.share)
@@ -145,24 +150,27 @@ class Tuner:
         trial = self.controller.trial()
         count = len(trial)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        factors = weights(self.optimizer, parameters)
         with restored(self.model) as buffers, no_gradient_hooks(parameters):
             gradients = Gradients(self.model, self.loss_fn, buffers, seed=self.step)
             with gradients.switch.installed():
-                exact = weighted(gradients.exact(batch), factors)
-                total = math.fsum(map(squared_norm, exact))
+                plain = gradients.exact(batch)
 
-                def timed(budgets: list[float] | None) -> tuple[float, float]:
+                def timed(budgets: list[float] | None) -> tuple[float, list[Tensor]]:
                     if budgets is not None:
                         self._give(budgets)
-                    seconds, found = self._timed(gradients, batch, budgets is None)
-                    return seconds, visible_distance(weighted(found, factors), exact)
+                    return self._timed(gradients, batch, budgets is None)
 
                 first, _ = timed(None)
-                alone = [
-                    timed([trial[k] if k == i else 1.0 for k in range(count)]) for i in range(count)
-                ]
-                together, noise = timed(trial)
+                together, found = timed(trial)
+                noise = [a - b for a, b in zip(found, plain, strict=True)]
+                factors = weights(self.optimizer, parameters, noise)
+                exact = weighted(plain, factors)
+                total = math.fsum(map(squared_norm, exact))
+                noise_together = visible_distance(weighted(found, factors), exact)
+                alone = []
+                for i in range(count):
+                    seconds, found = timed([trial[k] if k == i else 1.0 for k in range(count)])
+                    alone.append((seconds, visible_distance(weighted(found, factors), exact)))
                 last, _ = timed(None)
             # Budgets in force come back with the sketches, which ``restored`` keeps.
         # The faster of two: what disturbs a pass makes it slower, and a sketch must not win by it.
@@ -179,7 +187,7 @@ class Tuner:
             cost=self.clock() - start,
             total=total,
             noise=tuple(v for _, v in alone),
-            noise_together=noise,
+            noise_together=noise_together,
         )
 
     def _timed(self, gradients: Gradients, batch: Any, exact: bool) -> tuple[float, list[Tensor]]:

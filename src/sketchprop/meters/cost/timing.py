@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
+from time import monotonic
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...core.cost import Size
-from ...core.stopwatch import in_turns
+from ...core.stopwatch import in_turns, synchronise
 from ...core.table import Column, Table, as_text, words
 from ...layers import Sketching
 from ...layers.isolation import no_gradient_hooks
@@ -85,6 +87,19 @@ def times_of(
 
     with no_gradient_hooks(parameters):
         return compare(*in_turns([exact_step, step], rounds, parameters[0].device, seconds))
+
+
+def seconds_of_a_pass(model: nn.Module, loss_fn: Loss, batch: Any) -> float:
+    """Forward and backward, the fastest of three: the first ones warm up."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    seconds = math.inf
+    for _ in range(3):
+        begin = monotonic()
+        loss = scalar_loss(loss_fn, model, batch)
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+        synchronise(parameters[0].device)
+        seconds = min(seconds, monotonic() - begin)
+    return max(seconds, 1e-6)
 
 
 @dataclass(frozen=True)

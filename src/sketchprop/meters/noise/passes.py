@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layers import SketchedModule
-from ..restore import Buffers, hooked
+from ..restore import Buffers, check_model, hooked
 
 Loss = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch)``, a scalar: what one step of training would call backward on."""
@@ -124,11 +124,8 @@ class Gradients:
         self.after_forward: list[Callable[[], None]] = [self.switch.forward_is_done]
         if not self.switch.layers:
             raise ValueError(_nothing_sketched(model))
+        check_model(model)
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        if not named:
-            raise ValueError(
-                f"{type(model).__name__} has no parameter that requires a gradient; unfreeze one"
-            )
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self.device = self.parameters[0].device

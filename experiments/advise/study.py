@@ -1,0 +1,163 @@
+"""What ``advise`` says of real tasks, each after some steps of training, within its time limit."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+import sketchprop as sp
+from sketchprop.meters import Advice
+
+from ..lab import ExperimentError
+from ..lab.pages import made_on, number_text, read_json, write_csv, write_json
+from ..lab.problem import Problem
+from ..lab.study import MeasuredStudy
+from ..lab.trainer import Batch, generator
+from ..tasks.table import TASKS
+from .problems import paper_mlp, resnet
+
+STAY, TOKENS = "stay exact", "Tokens"
+EXPECTED = {"mlp": STAY, "gpt": STAY, "resnet": STAY, "vit": TOKENS, "yields": TOKENS}
+"""What the answer has to be; the others are whatever a trial confirms."""
+OWN = {"mlp": (paper_mlp, 0.1, 300), "resnet": (resnet, 1e-3, 100)}
+"""Beside the real tasks: how it is made, its rate, and steps of training."""
+ORDER = ("mlp", "gpt", "resnet", "vit", "yields", "mrpc", "sst2", "sst2-padded")
+
+
+@dataclass(frozen=True)
+class Settings:
+    size: str = "full"
+    tasks: tuple[str, ...] = ORDER
+    minutes: float = 2.0
+    """What ``advise`` is given."""
+    batches: int = 8
+    steps: int = -1
+    """Of training before; -1: those of the task's second moment."""
+
+
+def problem_of(name: str, small: bool) -> tuple[Problem, float, int]:
+    """The problem, its rate, and how long it trains before it is asked."""
+    if name in OWN:
+        make, rate, steps = OWN[name]
+        return make(small), rate, steps
+    if name not in TASKS:
+        raise ExperimentError(f"tasks has {name!r}; use some of {', '.join(ORDER)}")
+    task = TASKS[name]
+    return task.problem(small), task.rate, task.moments[1]
+
+
+def ask(name: str, settings: Settings) -> tuple[Advice, dict[str, Any]]:
+    """Trains for a while, and then asks, with the optimizer that trained."""
+    problem, rate, usual = problem_of(name, settings.size == "small")
+    steps = usual if settings.steps < 0 else settings.steps
+    trainer = problem.trainer(rate, 0, [steps + 1])
+    trainer.run_to(steps)
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        return problem.loss_of(model, batch)
+
+    source = generator("advised", 0)
+    batches = [problem.draw(source, problem.batch_size) for _ in range(settings.batches)]
+    advice = sp.advise(
+        trainer.model, loss_fn, batches, optimizer=trainer.optimizer, minutes=settings.minutes
+    )
+    return advice, {"title": problem.title, "steps": steps}
+
+
+class AdviseStudy(MeasuredStudy):
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        super().add_options(parser)
+        parser.add_argument("--task", choices=ORDER, help="only this one, anew")
+
+    def measure(self, settings: Settings, out: Path, options: argparse.Namespace) -> None:
+        """Adds the tasks that are missing; one that is named is asked again."""
+        stored = out / "results.json"
+        found: dict[str, Any] = read_json(stored) if stored.is_file() else {}
+        for name in settings.tasks:
+            if options.task not in (None, name) or (name in found and not options.task):
+                continue
+            advice, facts = ask(name, settings)
+            found[name] = {**facts, "machine": made_on(), **advice.as_dict()}
+            out.mkdir(parents=True, exist_ok=True)
+            write_json(stored, {task: found[task] for task in ORDER if task in found})
+            if not options.quiet:
+                said = advice.headline().partition("\n")[0]
+                sys.stderr.write(f"{name}, {advice.seconds:.0f} s: {said} {advice.line}\n")
+
+    def results(self, settings: Settings, out: Path) -> tuple[list[Path], dict[str, Any]]:
+        found = read_json(out / "results.json")
+        summary = [_summary(name, line) for name, line in found.items()]
+        options = [
+            {"task": name, **option}
+            for name, line in found.items()
+            for option in (*line["options"], *([line["control"]] if line["control"] else []))
+        ]
+        written = [
+            write_csv(out / "summary.csv", summary),
+            write_csv(out / "options.csv", options),
+        ]
+        facts = {
+            "lines": [_cells(line) for line in summary],
+            "found": found,
+            "tables": {name: _table(line) for name, line in found.items()},
+            "right": sum(line["as_expected"] == "yes" for line in summary),
+            "expected": sum(line["as_expected"] != "" for line in summary),
+            "machine": next(iter(found.values()))["machine"],
+        }
+        return written, facts
+
+
+def _summary(name: str, line: dict[str, Any]) -> dict[str, Any]:
+    measured = [o for o in line["options"] if o["change"] is not None]
+    least = min(measured, key=lambda option: option["change"])
+    answer = line["line"] or STAY
+    wanted = EXPECTED.get(name, "")
+    return {
+        "task": name,
+        "steps": line["steps"],
+        "answer": answer,
+        "change": line["change"],
+        "least": least["name"],
+        "least_change": least["change"],
+        "least_error": least["error"],
+        "half_batch": None if line["control"] is None else line["control"]["change"],
+        "signal": line["signal"],
+        "live": line["live"],
+        "seconds": line["seconds"],
+        "as_expected": "" if not wanted else "yes" if wanted in answer else "no",
+        "reason": line["reason"],
+    }
+
+
+def _cells(line: dict[str, Any]) -> list[str]:
+    half = "-" if line["half_batch"] is None else number_text(line["half_batch"])
+    error = math.inf if line["least_error"] is None else line["least_error"]
+    least = f"{number_text(line['least_change'])} ± {number_text(error, 2)} ({line['least']})"
+    return [
+        line["task"], str(line["steps"]), f"`{line['answer'].removeprefix('sp.')}`",
+        number_text(line["change"]), least, half, f"{line['seconds']:.0f}",
+        line["as_expected"] or "-", line["reason"],
+    ]  # fmt: skip
+
+
+def _table(line: dict[str, Any]) -> list[list[str]]:
+    shown = [*line["options"], *([line["control"]] if line["control"] else [])]
+    names = ("time", "noise", "change", "error", "memory")
+    return [
+        [o["name"], *("-" if o[n] is None else number_text(o[n]) for n in names), o["note"]]
+        for o in shown
+    ]
+
+
+ADVISE = AdviseStudy(
+    name="advise",
+    help="what advise says of real tasks, in two minutes each",
+    out="docs/results/advise",
+    settings=Settings(),
+)

@@ -1,0 +1,154 @@
+"""What the runs of a contest say: quality against time, and the time to equal quality."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, stdev
+
+from ..lab.store import Row
+from ..lab.sweep import Run
+from .runs import Contest, Plan
+from .ways import EXACT, Way
+
+LEVEL = 0.95
+"""Of the confidence interval."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Scores on test data by share of the time, one for each seed."""
+
+    way: Way
+    batch: int
+    rate: float
+    points: Mapping[float, Sequence[float]]
+    second: Mapping[float, Sequence[float]]
+    steps: int
+    """In the whole time."""
+
+    @property
+    def shares(self) -> list[float]:
+        return sorted(self.points)
+
+    def mean(self, share: float, seeds: Sequence[int]) -> float:
+        return fmean(self.points[share][seed] for seed in seeds)
+
+    def spread(self, share: float) -> float:
+        own = self.points[share]
+        return stdev(own) if len(own) > 1 else 0.0
+
+    @property
+    def last(self) -> float:
+        return fmean(self.points[self.shares[-1]])
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Time to equal quality over that of the best exact control, with its interval.
+
+    ``low`` infinite: not reached in any resample; ``value`` infinite: not reached in the mean.
+    """
+
+    value: float
+    low: float
+    high: float
+    floor: float
+    """The shortest time that was run: a ratio equal to it is an upper bound."""
+
+    def text(self) -> str:
+        """
+        >>> Ratio(0.61, 0.55, math.inf, 0.25).text(), Ratio(math.inf, 0.9, math.inf, 0.25).text()
+        ('0.61 (0.55 to > 1)', '> 1 (0.90 to > 1)')
+        """
+        return f"{self._one(self.value)} ({self._one(self.low)} to {self._one(self.high)})"
+
+    def _one(self, value: float) -> str:
+        if math.isinf(value):
+            return "> 1"
+        return f"{'≤ ' if value <= self.floor else ''}{value:.2f}"
+
+
+class Outcome:
+    """A contest, the costs of its steps, and its stored runs."""
+
+    def __init__(self, contest: Contest, costs: Mapping[str, float], rows: Sequence[Row]) -> None:
+        self.contest, self.costs = contest, costs
+        self.rows = {row["run"]: row for row in rows}
+        scores = {key: row["validation_accuracy"] for key, row in self.rows.items()}
+        self.plan = Plan(contest, costs, scores)
+
+    @cached_property
+    def curves(self) -> list[Curve]:
+        """Those that are complete in at least one length of time."""
+        made = (self._curve(way, batch) for way, batch in self.plan.sides)
+        return [curve for curve in made if curve is not None]
+
+    def _curve(self, way: Way, batch: int) -> Curve | None:
+        chosen = self.plan.chosen(way, batch)
+        if chosen is None:
+            return None
+        points, second, steps = {}, {}, 0
+        for share in self.plan.shares(way, batch):
+            found = self._done(self.plan.reported(way, batch, share))
+            if found:
+                points[share] = [row["test_accuracy"] for row in found]
+                second[share] = [row["second"] for row in found]
+                steps = max(row["steps"] for row in found)
+        if not points:
+            return None
+        return Curve(way, batch, chosen.learning_rate, points, second, steps)
+
+    def _done(self, runs: Sequence[Run]) -> list[Row]:
+        """All of them, or none."""
+        found = [self.rows[run.identity] for run in runs if run.identity in self.rows]
+        return found if len(found) == len(runs) else []
+
+    @cached_property
+    def control(self) -> Curve | None:
+        """Exact training at its best batch size, which validation data chose."""
+        exact = [curve for curve in self.curves if curve.way.name == EXACT]
+        return next((c for c in exact if c.batch == self.plan.best_batch(c.way)), None)
+
+    def ratio(self, curve: Curve) -> Ratio | None:
+        """Over all resamples of the seeds, way and control by the same seeds."""
+        control = self.control
+        if control is None or 1.0 not in control.points:
+            return None
+        every = range(len(self.contest.seeds))
+
+        def one(seeds: Sequence[int]) -> float:
+            target = control.mean(1.0, seeds)
+            return reached([(s, curve.mean(s, seeds)) for s in curve.shares], target)
+
+        resampled = sorted(map(one, itertools.product(every, repeat=len(every))))
+        edge = (1 - LEVEL) / 2
+        low, high = (resampled[round(q * (len(resampled) - 1))] for q in (edge, 1 - edge))
+        return Ratio(one(every), low, high, curve.shares[0])
+
+    def cost(self, curve: Curve) -> float:
+        """Of a step, over an exact one at the same batch size; in the mean where budgets move."""
+        if curve.way.control:
+            return self.contest.length / curve.steps / self.costs[f"/{curve.batch}"]
+        own = self.costs[f"{curve.way.sketch}/{curve.batch}"]
+        return own / self.costs[f"/{curve.batch}"]
+
+
+def reached(points: Sequence[tuple[float, float]], target: float) -> float:
+    """The time at which a curve first meets the target, in a line between its points.
+
+    >>> reached([(0.5, 40.0), (1.0, 60.0)], 50.0), reached([(0.5, 40.0)], 50.0)
+    (0.75, inf)
+    """
+    before: tuple[float, float] | None = None
+    for now in points:
+        if now[1] >= target:
+            if before is None:
+                return now[0]
+            share = (target - before[1]) / (now[1] - before[1])
+            return before[0] + share * (now[0] - before[0])
+        before = now
+    return math.inf

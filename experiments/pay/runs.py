@@ -1,0 +1,242 @@
+"""Runs that last a given time, and which of them there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from ..lab import ExperimentError
+from ..lab.checkpoints import Checkpoints
+from ..lab.engine import Job
+from ..lab.problem import Problem
+from ..lab.store import Row
+from ..lab.sweep import Cell, Findings, Run
+from ..lab.trainer import Trainer, outputs
+from ..tasks.table import TASKS, Task
+from .ways import CONTROLS, EXACT, Way, find_way
+
+FIRST = (1, 2, 3)
+"""The places of the rates that are tried first; of the two beside them one may follow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedCell(Cell):
+    """A way on a task, and how much time it has."""
+
+    task: str = ""
+    size: str = "full"
+    """``small``: seconds instead of minutes, to see that all parts work."""
+    way: str = EXACT
+    batch: int = 0
+    time: float = 0.0
+    """In exact steps at the middle batch size; the rate decays to zero over it."""
+    costs: tuple[float, ...] = (1.0,)
+    """Of a step, in the same unit; of one at each rung of the ladder, where budgets move."""
+    rates: tuple[float, ...] = ()
+    """From the largest; ``rate_index`` counts through them."""
+    tested: int = 1
+    """1: scored on test data; 0: on validation data, to choose a rate."""
+    thin: int = 1
+    """Of so many batches of test data one is taken."""
+
+    @property
+    def network(self) -> str:
+        return self.task
+
+    @property
+    def steps(self) -> int:
+        return max(1, round(self.time / self.costs[0]))
+
+    def learning_rate(self, index: int) -> float:
+        return self.rates[index]
+
+    def problem_of(self) -> Problem:
+        return replace(_task(self.task).problem(self.size == "small"), batch_size=self.batch)
+
+    def train(self, runs: Sequence[Run], checkpoints: Checkpoints | None) -> list[Findings]:
+        return [self._train(run, checkpoints) for run in runs]
+
+    def _train(self, run: Run, checkpoints: Checkpoints | None) -> Findings:
+        trainer, second = self.trainer(run)
+        found = trainer.train(checkpoints.of(run.identity) if checkpoints else None)
+        story = getattr(trainer.control, "story", [])
+        return {**found, "steps": trainer.steps, "second": second[0], "story": story}
+
+    def trainer(self, run: Run) -> tuple[Trainer, list[float]]:
+        """The run, and where its second score will be."""
+        problem, task, second = self.problem_of(), _task(self.task), [0.0]
+
+        def evaluate(model: nn.Module) -> tuple[float, float]:
+            if not self.tested:
+                return problem.score(*outputs(model, problem.validation())), 0.0
+            found = outputs(model, problem.test()[:: self.thin])
+            second[0] = task.second(*found) if task.second else 0.0
+            return 0.0, problem.score(*found)
+
+        way, control = find_way(self.way), None
+        if way.control:
+            control = partial(CONTROLS[way.control], problem=problem, costs=self.costs)
+        end = round(self.time) if way.control else self.steps
+        made = problem.trainer(
+            run.learning_rate, run.seed, [end], self.sketch, decay=True, evaluate=evaluate,
+            control=control,
+        )  # fmt: skip
+        return made, second
+
+    def cost(self, runs: int) -> float:
+        return runs * self.time
+
+
+FINDINGS: dict[str, type] = {
+    "diverged_epoch": int, "steps": int, "second": float, "loss_curve": list,
+    "seconds_curve": list, "story": list,
+}  # fmt: skip
+
+
+def _task(name: str) -> Task:
+    if name not in TASKS:
+        raise ExperimentError(f"task {name!r} is unknown; use one of {', '.join(sorted(TASKS))}")
+    return TASKS[name]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A task, its ways and the time they have: what a preset says."""
+
+    task: str = ""
+    size: str = "full"
+    length: int = 0
+    """The whole time, in exact steps at the middle batch size."""
+    batches: tuple[int, ...] = ()
+    """Sizes that exact training and ``Tokens(0.3)`` try; time is in steps at the middle one."""
+    rates: tuple[float, ...] = ()
+    ways: tuple[str, ...] = (EXACT, "tokens-0.3", "tokens-0.2", "rows-0.3", "tuner")
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    tuning_seed: int = 100
+    """Chooses rates and batch sizes; not reported."""
+    tuned_at: float = 0.5
+    """The share of the time at which rates are chosen."""
+    shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+    thin: int = 1
+    trained: bool = True
+    """Whether there are runs; else steps are timed and no more: where gradients are exact."""
+
+    @property
+    def middle(self) -> int:
+        return self.batches[len(self.batches) // 2]
+
+    def check(self, where: str) -> Contest:
+        _task(self.task)
+        for name in self.ways:
+            find_way(name)
+        if self.trained and (
+            len(self.rates) != 5 or sorted(self.rates, reverse=True) != list(self.rates)
+        ):
+            raise ExperimentError(f"{where}: rates = {list(self.rates)}; give five, falling")
+        if EXACT not in self.ways or not self.batches or not self.length:
+            raise ExperimentError(f"{where}: length, batches and the way {EXACT!r} are needed")
+        return self
+
+    @property
+    def kinds(self) -> list[tuple[str, int]]:
+        """Sketches and batch sizes whose steps are to be timed."""
+        sketches = [sketch for name in self.ways for sketch in find_way(name).timed]
+        return [(sketch, size) for sketch in dict.fromkeys(sketches) for size in self.batches]
+
+    def cell(
+        self, way: Way, batch: int, share: float, costs: Mapping[str, float], tested: int
+    ) -> TimedCell:
+        return TimedCell(
+            sketch=way.sketch, task=self.task, size=self.size, way=way.name, batch=batch,
+            time=share * self.length, costs=tuple(costs[f"{s}/{batch}"] for s in way.timed),
+            rates=self.rates, tested=tested, thin=self.thin,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a contest, knowing what steps cost and the scores of runs that are done."""
+
+    contest: Contest
+    costs: Mapping[str, float]
+    """Of a step of a sketch at a batch size, over an exact one at the middle size."""
+    scores: Mapping[str, float]
+    """On validation data, by the identity of runs."""
+
+    @property
+    def sides(self) -> list[tuple[Way, int]]:
+        """Each way with each batch size it has, as far as these are known."""
+        if not self.contest.trained:
+            return []
+        best = self.best_batch(find_way(EXACT))
+        own = () if best is None else (best,)
+        return [
+            (way, size)
+            for way in map(find_way, self.contest.ways)
+            for size in (self.contest.batches if way.sizes else own)
+        ]
+
+    def tried(self, way: Way, batch: int) -> list[Run]:
+        """Those that choose the rate: three, and one more where the best is at an edge."""
+        contest = self.contest
+        cell = contest.cell(way, batch, contest.tuned_at, self.costs, tested=0)
+        places = list(FIRST)
+        runs = [Run(cell, place, contest.tuning_seed) for place in places]
+        if all(run.identity in self.scores for run in runs):
+            best = max(runs, key=lambda run: self.scores[run.identity]).rate_index
+            beside = {FIRST[0]: FIRST[0] - 1, FIRST[-1]: FIRST[-1] + 1}.get(best)
+            if beside is not None:
+                runs.append(Run(cell, beside, contest.tuning_seed))
+        return runs
+
+    def chosen(self, way: Way, batch: int) -> Run | None:
+        """The best of them; ``None`` while one is missing."""
+        runs = self.tried(way, batch)
+        if any(run.identity not in self.scores for run in runs):
+            return None
+        return max(runs, key=lambda run: self.scores[run.identity])
+
+    def best_batch(self, way: Way) -> int | None:
+        """The size that did best on validation data; ``None`` while it is not known."""
+        if not way.sizes:
+            return self.best_batch(find_way(EXACT))
+        found = {size: self.chosen(way, size) for size in self.contest.batches}
+        known = {size: self.scores[run.identity] for size, run in found.items() if run}
+        return max(known, key=lambda size: known[size]) if len(known) == len(found) else None
+
+    def reported(self, way: Way, batch: int, share: float) -> list[Run]:
+        """One for each seed; none while the rate is not chosen."""
+        chosen = self.chosen(way, batch)
+        if chosen is None:
+            return []
+        cell = self.contest.cell(way, batch, share, self.costs, tested=1)
+        return [Run(cell, chosen.rate_index, seed) for seed in self.contest.seeds]
+
+    def shares(self, way: Way, batch: int) -> tuple[float, ...]:
+        """At a size that is not its best, exact training runs to the end alone, others do not."""
+        best = self.best_batch(way)
+        if batch != best:
+            return (1.0,) if way.name == EXACT and best is not None else ()
+        return way.shares or self.contest.shares
+
+    def runs(self) -> Iterator[Run]:
+        """All that can be told by now: seed by seed, so that what is known is balanced."""
+        for way, batch in self.sides:
+            yield from self.tried(way, batch)
+        for place in range(len(self.contest.seeds)):
+            for way, batch in self.sides:
+                for share in sorted(self.shares(way, batch), reverse=True):
+                    yield from self.reported(way, batch, share)[place : place + 1]
+
+
+def missing_jobs(
+    contest: Contest, costs: Mapping[str, float], rows: Sequence[Row], checkpoints: Path
+) -> list[Job]:
+    scores = {row["run"]: row["validation_accuracy"] for row in rows}
+    kept = Checkpoints(checkpoints)
+    missing = (run for run in Plan(contest, costs, scores).runs() if run.identity not in scores)
+    return [Job((run,), kept) for run in missing]

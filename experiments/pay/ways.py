@@ -1,0 +1,202 @@
+"""The ways to make a gradient that compete for time, and what their steps cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+import sketchprop as sp
+from sketchprop.tuning.rule import LADDER
+
+from ..lab import ExperimentError
+from ..lab.checkpoints import State
+from ..lab.problem import Problem
+from ..lab.trainer import Batch
+from ..vcas import VCASController
+
+EXACT = "exact"
+TUNER = "tuner"
+PEER = "vcas"
+PEER_POINTS = ((1.0, 1.0), (0.5, 1.0), (0.5, 0.5))
+"""Shares ρ of samples and ν of rows at which the peer's steps are timed."""
+NONZERO = "nonzero"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How gradients are made."""
+
+    name: str
+    label: str
+    sketch: str
+    """As the command line takes it; empty for exact gradients."""
+    colour: str
+    line: str = "-"
+    control: str = ""
+    """What moves the budgets while the model trains."""
+    sizes: bool = False
+    """Whether it tries all batch sizes; else it takes the one that is best for exact training."""
+    shares: tuple[float, ...] = ()
+    """The lengths of time it runs at; empty: all."""
+
+    @property
+    def timed(self) -> tuple[str, ...]:
+        """The sketches whose steps must be timed: where budgets move, one for each rung."""
+        if self.control == TUNER:
+            return ("", *(f"Tokens({p:g})" for p in LADDER[1:]))
+        if self.control == PEER:
+            return ("", *(f"{PEER}({rho:g}, {nu:g})" for rho, nu in PEER_POINTS))
+        return (self.sketch,)
+
+
+_WAYS = (
+    Way(EXACT, "exact", "", "k", sizes=True),
+    Way("tokens-0.3", "Tokens(0.3)", "Tokens(0.3)", "C0", sizes=True),
+    Way("tokens-0.2", "Tokens(0.2)", "Tokens(0.2)", "C0", "--", shares=(0.5, 1.0)),
+    Way(TUNER, "Tuner", "Tokens(0.3)", "C2", control=TUNER, shares=(0.5, 1.0)),
+    Way("rows-0.3", "Rows(0.3) by token", 'Rows(0.3, unit="token")', "C1", ":", shares=(1.0,)),
+    Way(PEER, "VCAS", "", "C4", ":", control=PEER, shares=(1.0,)),
+    Way(NONZERO, "rows that are not zero", 'Rows(0.4, by="nonzero")', "C3"),
+)
+WAYS = {way.name: way for way in _WAYS}
+
+
+def find_way(name: str) -> Way:
+    if name not in WAYS:
+        raise ExperimentError(f"way {name!r} is unknown; use some of {', '.join(WAYS)}")
+    return WAYS[name]
+
+
+class Steps(Protocol):
+    """A ``Control`` with a story to tell."""
+
+    def before(self, batch: Batch) -> float: ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+    @property
+    def story(self) -> list[Any]:
+        """What was decided: step, mean of what is kept, and a number of its own."""
+
+
+class TunedSteps:
+    """A ``Tuner`` in a run that counts costs: a rung of the ladder has the cost it was timed at.
+
+    Probes are paid for: each of their passes costs what a step at its budgets does. The tuner's
+    own clock counts this process's time, so that what else the machine does decides nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        problem: Problem,
+        costs: Sequence[float],
+    ) -> None:
+        self.costs = dict(zip(LADDER, costs, strict=True))
+        self.tuner = sp.Tuner(model, problem.loss_of, optimizer=optimizer, clock=time.process_time)
+        self.units = [len(group) for group in self.tuner.groups.values()]
+
+    def cost(self, budgets: Sequence[float]) -> float:
+        """Units are alike, so the mean over them of what all at such a budget would cost."""
+        pairs = zip(self.units, budgets, strict=True)
+        return sum(count * self.costs[p] for count, p in pairs) / sum(self.units)
+
+    def probe_cost(self, trial: Sequence[float]) -> float:
+        """Exact passes, one with each group alone, one with all."""
+        count = len(trial)
+        alone = ([p if k == i else 1.0 for k in range(count)] for i, p in enumerate(trial))
+        return 3 * self.costs[1.0] + sum(map(self.cost, alone)) + self.cost(trial)
+
+    def before(self, batch: Batch) -> float:
+        trial = self.tuner.controller.trial()
+        probed = self.tuner(batch) is not None
+        own = self.cost(self.tuner.controller.budgets)
+        return own + self.probe_cost(trial) if probed else own
+
+    def state_dict(self) -> State:
+        return self.tuner.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self.tuner.load_state_dict(state)
+
+    @property
+    def story(self) -> list[Any]:
+        """The number is the change that was predicted."""
+        return [
+            [entry["step"], round(sum(entry["budgets"].values()) / len(self.units), 3),
+             round(entry.get("change", 1.0), 3)]
+            for entry in self.tuner.log
+        ]  # fmt: skip
+
+
+class PeerSteps:
+    """The controller of VCAS in a run that counts costs: a + b·ρ + c·ρν, ρ and ν in the mean.
+
+    a, b and c are from steps that were timed; a probe costs six exact passes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        problem: Problem,
+        costs: Sequence[float],
+    ) -> None:
+        self.exact, whole, half, quarter = costs
+        self.c = (half - quarter) / 0.25
+        self.b = (whole - half) / 0.5 - self.c
+        self.a = whole - self.b - self.c
+        self.controller = VCASController(model, problem.loss_of)
+
+    def cost(self) -> float:
+        own = self.controller
+        nus = [min(1.0, nu) for nu in own.weight_ratios.values()]
+        rho, nu = sum(own.ratios) / len(own.ratios), sum(nus) / len(nus)
+        return self.a + self.b * rho + self.c * rho * nu
+
+    def before(self, batch: Batch) -> float:
+        count = self.controller.repeats
+        probed = self.controller(batch) is not None
+        return self.cost() + (self.exact * count * (count + 1) if probed else 0.0)
+
+    def state_dict(self) -> State:
+        return {**self.controller.state_dict(), "batches": list(self.controller._batches)}
+
+    def load_state_dict(self, state: State) -> None:
+        batches = state.pop("batches")
+        self.controller.load_state_dict(state)
+        self.controller._batches.extend(batches)
+
+    @property
+    def story(self) -> list[Any]:
+        """The number is s."""
+        return [
+            [entry["step"],
+             round(sum(entry["budgets"].values()) / len(entry["budgets"]), 3),
+             round(entry["share"], 3)]
+            for entry in self.controller.log
+        ]  # fmt: skip
+
+
+CONTROLS: dict[str, Callable[..., Steps]] = {TUNER: TunedSteps, PEER: PeerSteps}
+
+
+def prepared(problem: Problem, sketch: str) -> nn.Module:
+    """A model to be timed: sketched, or under the peer's controller at given ratios."""
+    if not sketch.startswith(f"{PEER}("):
+        return problem.prepared(sketch, "all")
+    rho, nu = map(float, sketch[len(PEER) + 1 : -1].split(","))
+    model = problem.model()
+    controller = VCASController(model, problem.loss_of)
+    controller.ratios = [rho] * len(controller.ratios)
+    controller.weight_ratios = dict.fromkeys(controller.weight_ratios, nu)
+    controller.load_state_dict(controller.state_dict())  # gives the layers these ratios
+    return model

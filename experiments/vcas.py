@@ -1,0 +1,318 @@
+"""VCAS as published (arXiv 2402.17227, Algorithm 1): its two samplers and what moves their ratios.
+
+SampleA drops whole samples of the gradient at the output of each block, SampleW drops rows of what
+is left in the weight gradient of each linear layer. The ratios follow variances that are measured
+from time to time; what a step costs in seconds plays no part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sketchprop as sp
+from sketchprop.core.vjp import Vjp
+from sketchprop.layers.choose import refusal
+from sketchprop.layers.isolation import no_gradient_hooks
+from sketchprop.layers.select import blocks_of, sketchable_layers
+from sketchprop.meters.noise.passes import Loss, scalar_loss, seed, squared_distance, squared_norm
+from sketchprop.meters.restore import Buffers, hooked, restored
+from sketchprop.sketches import Rows
+
+from .peers import VCAS
+
+
+@dataclass(frozen=True, repr=False)
+class SampleW(VCAS):
+    """dX from all rows that SampleA left; dW from ``budget`` of these, p ∝ ‖g_b‖‖x_b‖."""
+
+    @property
+    def by_sample(self) -> Rows:
+        return Rows(1.0, by="nonzero", unit="sample")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one probe found: variances over the whole network and by layer."""
+
+    minibatch: float
+    """V_s: between batches, of all gradients."""
+    activations: float
+    """V_act: what SampleA adds."""
+    weights: dict[str, tuple[float, float]]
+    """By linear layer: V_w, what SampleW adds to dW, and V_s of that dW."""
+    norms: list[list[Tensor]]
+    """By block: ‖G_i‖ of the samples of each batch."""
+
+
+class VCASController:
+    """Moves the ratios of SampleA and SampleW while a network trains; called as ``Tuner`` is.
+
+    Each ``every`` steps it takes the last M = ``repeats`` batches and makes M exact passes and M²
+    passes with SampleA: six more passes than training for M = 2. Then, with V_s the variance
+    between the batches and V_act, V_w what the samplers add:
+
+        s ← s + α·sign(V_act - τ·V_s),   ρ_l = max_{j ≤ l} p_j(s)
+        ν_l ← ν_l·β^(-sign(V_w,l - τ·V_s,l))
+
+    p_l(s) is the smallest share of samples that holds a share s of Σ‖G_i‖ at block l. As
+    published, s and ν start at 1, and nothing keeps them from growing beyond it.
+
+    Here linear layers skip the samples that were dropped; attention's own products and the
+    element-wise operations meet their zeros. Eager only: how many rows are kept depends on data.
+
+        controller = VCASController(model, loss_fn, every=100)
+        for batch in loader:
+            controller(batch)
+            ...                                 # train as before
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Loss,
+        *,
+        every: int = 100,
+        repeats: int = 2,
+        tau_activations: float = 0.025,
+        tau_weights: float = 0.025,
+        alpha: float = 0.01,
+        beta: float = 0.95,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        if repeats < 2 or every < 1:
+            raise ValueError(
+                f"repeats={repeats}, every={every}; a variance needs repeats=2, and every=100 "
+                "probes each hundredth step"
+            )
+        self.model, self.loss_fn, self.clock = model, loss_fn, clock
+        self.every, self.repeats = every, repeats
+        self.tau_activations, self.tau_weights = tau_activations, tau_weights
+        self.alpha, self.beta = alpha, beta
+        self.blocks = blocks_of(model)
+        if not self.blocks:
+            raise ValueError(f"{type(model).__name__} has no block that sketch_ knows")
+        self.layers = _linear_layers(model, self.blocks)
+        self.share = 1.0
+        """s."""
+        self.ratios = [1.0] * len(self.blocks)
+        """ρ_l, from the first block on."""
+        self.weight_ratios = dict.fromkeys(self.layers, 1.0)
+        """ν_l, not clamped."""
+        self.step = 0
+        self.next_probe = 0
+        self.spent = 0.0
+        """Seconds that probes have taken."""
+        self.log: list[dict[str, Any]] = []
+        self._batches: deque[Any] = deque(maxlen=repeats)
+        self._sampling = True
+        self._norms: list[list[Tensor]] | None = None
+        sp.sketch_(model, dict.fromkeys(self.layers, SampleW(1.0)))
+        self._gates = ExitStack()
+        for place, block in enumerate(self.blocks.values()):
+            handle = block.register_forward_hook(self._gated(place))
+            self._gates.callback(handle.remove)
+        self._apply()
+
+    @property
+    def budgets(self) -> dict[str, float]:
+        """ρ by block and ν by linear layer, as they are applied."""
+        by_block = dict(zip(self.blocks, self.ratios, strict=True))
+        return {**by_block, **{name: min(1.0, v) for name, v in self.weight_ratios.items()}}
+
+    def __call__(self, batch: Any) -> dict[str, Any] | None:
+        """Once for each step, before it. What was decided, if this step was probed."""
+        self._batches.append(batch)
+        entry = None
+        if self.step >= self.next_probe and len(self._batches) == self.repeats:
+            entry = self._decide()
+            self.next_probe = (self.step // self.every + 1) * self.every
+        self.step += 1
+        return entry
+
+    def remove(self) -> None:
+        """Exact layers and no gates: the model as it was given."""
+        self._gates.close()
+        for layer in self.layers.values():
+            sp.unsketch_(layer)
+
+    def learn(self, found: Measured) -> None:
+        """Algorithm 1's updates of s, ρ and ν."""
+        excess = found.activations - self.tau_activations * found.minibatch
+        self.share += self.alpha * _sign(excess)
+        needed = [
+            sum(holding(norms, self.share) for norms in batches) / len(batches)
+            for batches in found.norms
+        ]
+        self.ratios = [max(needed[: place + 1]) for place in range(len(needed))]
+        for name, (added, minibatch) in found.weights.items():
+            excess = added - self.tau_weights * minibatch
+            self.weight_ratios[name] *= self.beta ** -_sign(excess)
+
+    def _decide(self) -> dict[str, Any]:
+        start = self.clock()
+        found = self._probe()
+        if math.isfinite(found.minibatch + found.activations):
+            self.learn(found)
+        self._apply()
+        self.spent += self.clock() - start
+        entry = {
+            "step": self.step,
+            "share": self.share,
+            "relative": found.activations / max(found.minibatch, 1e-30),
+            "spent": self.spent,
+            "budgets": self.budgets,
+        }
+        self.log.append(entry)
+        return entry
+
+    def _probe(self) -> Measured:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        with restored(self.model) as buffers, no_gradient_hooks(parameters):
+            return _Probe(self, parameters, buffers).run()
+
+    def _gated(self, place: int) -> Callable[..., Any]:
+        """SampleA behind a block; in the exact passes of a probe it only looks."""
+
+        def hook(block: nn.Module, args: Any, output: Any) -> Any:
+            first = output[0] if isinstance(output, tuple) else output
+            if not (block.training and first.requires_grad):
+                return output
+            if self._norms is not None:
+                seen = self._norms[place]
+                first.register_hook(lambda G: seen.append(G.flatten(1).norm(dim=1)))
+            ratio = self.ratios[place]
+            if self._sampling and ratio < 1:
+                kept = Rows(ratio, unit="sample", sampling="independent")
+                first = sp.gate(first, kept)
+            return (first, *output[1:]) if isinstance(output, tuple) else first
+
+        return hook
+
+    def _apply(self) -> None:
+        blocks = {m: place for place, b in enumerate(self.blocks.values()) for m in b.modules()}
+        for name, layer in self.layers.items():
+            sketch = SampleW(min(1.0, self.weight_ratios[name]))
+            # Where no sample can be missing nobody has to look for them.
+            whole = sp.Split(input=None, weight=sketch.by_row)
+            layer.sketching.sketch = whole if self.ratios[blocks[layer]] >= 1 else sketch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, texts, lists and dicts."""
+        names = ("share", "ratios", "weight_ratios", "step", "next_probe", "spent", "log")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._apply()
+
+
+class _Probe:
+    """M exact passes and M² with SampleA alone, inside ``restored``."""
+
+    def __init__(
+        self, controller: VCASController, parameters: list[nn.Parameter], buffers: Buffers
+    ) -> None:
+        self.controller, self.parameters, self.buffers = controller, parameters, buffers
+        self.weights = {name: layer.weight for name, layer in controller.layers.items()}
+        self.added = dict.fromkeys(self.weights, 0.0)
+
+    def run(self) -> Measured:
+        own = self.controller
+        own._norms = [[] for _ in own.blocks]
+        try:
+            exact = [self._pass(batch) for batch in own._batches]
+            norms, own._norms = own._norms, None
+            count = own.repeats
+            distances = []
+            for batch, g in zip(own._batches, exact, strict=True):
+                for draw in range(count):
+                    distances.append(squared_distance(self._pass(batch, draw), g))
+        finally:
+            own._norms, own._sampling = None, True
+        variances = [_variance(list(each)) for each in zip(*exact, strict=True)]
+        by_parameter = dict(zip(self.parameters, variances, strict=True))
+        of_layers = {
+            name: (self.added[name] / count**2, by_parameter[weight])
+            for name, weight in self.weights.items()
+            if weight in by_parameter
+        }
+        activations = math.fsum(distances) / len(distances)
+        return Measured(math.fsum(variances), activations, of_layers, norms)
+
+    def _pass(self, batch: Any, draw: int | None = None) -> list[Tensor]:
+        """A gradient: exact, or with the draws of SampleA of that number."""
+        own = self.controller
+        self.buffers.restore()
+        own._sampling = sampled = draw is not None
+        device = self.parameters[0].device
+        seed(device, own.step)
+        names = {layer: name for name, layer in own.layers.items()}
+
+        def watch(layer: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+            def look(G: Tensor) -> None:
+                self.added[names[layer]] += own_variance(
+                    G, args[0], min(1.0, own.weight_ratios[names[layer]])
+                )
+
+            if sampled and output.requires_grad:
+                output.register_hook(look)  # type: ignore[no-untyped-call]
+
+        with sp.exact(own.model), hooked(own.layers.values(), after=watch):
+            loss = scalar_loss(own.loss_fn, own.model, batch)
+            seed(device, own.step, -1 if draw is None else draw)
+            found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        pairs = zip(found, self.parameters, strict=True)
+        return [torch.zeros_like(p) if g is None else g for g, p in pairs]
+
+
+@torch.no_grad()
+def own_variance(G: Tensor, X: Tensor, ratio: float) -> float:
+    """Σ_b (1/q_b - 1)‖g_b‖²‖x_b‖²: what SampleW adds to dW, without drawing."""
+    G, X = G.flatten(0, -2), X.detach().flatten(0, -2)
+    rows = (G.abs().amax(-1) != 0).nonzero().flatten()
+    if ratio >= 1 or len(rows) == 0:
+        return 0.0
+    G, X = G[rows], X[rows]
+    q = SampleW(ratio).by_row.atoms(Vjp(G, None, X)).probabilities
+    energies = G.square().sum(-1) * X.square().sum(-1)
+    return float(((1 / q - 1) * energies).sum())
+
+
+def holding(norms: Tensor, share: float) -> float:
+    """p(s): the smallest share of samples that holds a share s of Σ‖G_i‖.
+
+    >>> holding(torch.tensor([1.0, 7.0, 1.0, 1.0]), 0.7), holding(torch.ones(4), 1.01)
+    (0.25, 1.0)
+    """
+    sums = norms.double().sort(descending=True).values.cumsum(0)
+    enough = sums >= share * sums[-1] * (1 - 1e-9)
+    found = int(enough.int().argmax()) + 1 if bool(enough.any()) else len(norms)
+    return found / len(norms)
+
+
+def _variance(gradients: list[Tensor]) -> float:
+    mean = torch.stack(gradients).mean(0)
+    return math.fsum(squared_norm(g - mean) for g in gradients) / (len(gradients) - 1)
+
+
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)
+
+
+def _linear_layers(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, Any]:
+    inner = {m for block in blocks.values() for m in block.modules()}
+    return {
+        name: layer
+        for name, layer in sketchable_layers(model).items()
+        if layer in inner and hasattr(layer, "weight") and not refusal(layer, SampleW(0.5))
+    }

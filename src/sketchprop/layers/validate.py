@@ -1,0 +1,237 @@
+"""What will go wrong, or will not pay, in one model with one sketch: all of it, before training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from ..core.checks import TENSOR_PARALLEL
+from ..sketches import AnySketch, Planner, Rows, RowSketch, Split, Tokens
+from .blocks import SketchedBlock
+from .choose import Choice, Filter, choose, known_class
+from .known import block_class
+from .select import blocks_of
+
+TINY = 3e7
+"""FLOPs of a layer's exact backward, below which a draw costs what it saves: L1(0.1) at
+128 × 784 × 64, which has 2.6e7, takes 1.00 of the exact time (docs/results/speed.md)."""
+
+Level = Literal["error", "harm", "waste"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about one module: what is the matter, and what to do.
+
+    ``level``: an ``"error"`` means gradients that are wrong, or something that was asked for and
+    cannot be done, and ``sketch_`` refuses. ``"harm"``: the mean is right, and training may still
+    fail; ``sketch_`` warns. ``"waste"``: it will not pay.
+    """
+
+    level: Level
+    name: str
+    """The module's name; empty for the model itself."""
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.name!r}: " if self.name and repr(self.name) not in self.text else ""
+        return f"{place}{self.text}{'; ' if self.fix else ''}{self.fix}"
+
+
+def validate(
+    model: nn.Module,
+    sketch: AnySketch | Mapping[str, AnySketch | None],
+    filter_fn: Filter | None = None,
+    *,
+    planner: Planner | None = None,
+    rows: int | None = None,
+) -> tuple[Finding, ...]:
+    """All that will go wrong or will not pay if ``sketch_`` is called so; changes nothing.
+
+    Errors come first: ``sketch_`` refuses them, all at once. ``rows``: samples × tokens of a
+    batch; with it layers are named that are too small to gain.
+
+    >>> from sketchprop import Rows
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    >>> [(found.level, found.name) for found in validate(model, Rows(0.3), rows=128)]
+    [('harm', '1'), ('waste', '0')]
+    """
+    return findings(model, choose(model, sketch, filter_fn, planner), rows)
+
+
+def findings(model: nn.Module, choice: Choice, rows: int | None = None) -> tuple[Finding, ...]:
+    """``validate`` for a choice that is made already."""
+    found = [
+        *(Finding("error", name, text) for name, text in choice.problems),
+        *_tensor_parallel(model, choice),
+        *_sharded_blocks(model, choice),
+        *_mixed_samples(model, choice),
+        *_left_exact(choice),
+        *_in_eval_mode(model, choice),
+        *_lazy(model),
+        *_shared(model, choice),
+        *_single_block(model, choice),
+        *(_tiny(choice, rows) if rows else ()),
+    ]
+    levels = ("error", "harm", "waste")
+    return tuple(sorted(found, key=lambda finding: levels.index(finding.level)))
+
+
+def refusal_of(found: tuple[Finding, ...]) -> str:
+    """The errors as one message; empty if there are none."""
+    errors = [str(finding) for finding in found if finding.level == "error"]
+    if len(errors) < 2:
+        return "".join(errors)
+    return f"{len(errors)} things are in the way:\n" + "\n".join(f"- {text}" for text in errors)
+
+
+def mixing_samples(model: nn.Module) -> dict[str, nn.Module]:
+    """BatchNorm in training mode: its backward fills rows of zeros, and rows of noise, anew."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return {n: m for n, m in model.named_modules() if isinstance(m, kind) and m.training}
+
+
+def _taken(choice: Choice) -> dict[str, tuple[nn.Module, AnySketch]]:
+    return {name: (choice.layers[name], s) for name, s in choice.taken.items() if s is not None}
+
+
+def _tensor_parallel(model: nn.Module, choice: Choice) -> Iterator[Finding]:
+    whole = _made_whole_in_forward(model)
+    for name, (layer, sketch) in _taken(choice).items():
+        spread = [p for p in layer.parameters() if hasattr(p, "placements") and p not in whole]
+        if spread and not _keeps_everything(sketch):
+            placements = tuple(getattr(spread[0], "placements", ()))
+            text = f"its weight is tensor-parallel, a DTensor with placements {placements}"
+            yield Finding("error", name, text, TENSOR_PARALLEL)
+
+
+def _keeps_everything(sketch: AnySketch) -> bool:
+    budgets = (
+        (sketch.budget, sketch.query_budget, sketch.key_budget)
+        if isinstance(sketch, Tokens)
+        else (sketch.budget,)
+    )
+    return all(isinstance(budget, float) and budget == 1 for budget in budgets)
+
+
+def _made_whole_in_forward(model: nn.Module) -> set[Tensor]:
+    """Parameters of ``fully_shard``, which are whole wherever a layer meets them."""
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    kind: Any = getattr(loaded, "FSDPModule", None)
+    if kind is None:
+        return set()
+    return {p for m in model.modules() if isinstance(m, kind) for p in m.parameters()}
+
+
+def _sharded_blocks(model: nn.Module, choice: Choice) -> Iterator[Finding]:
+    """``fully_shard`` gives a block another class, which kept tokens do not know."""
+    if not any(isinstance(sketch, Tokens) for _, sketch in _taken(choice).values()):
+        return
+    for name, module in model.named_modules():
+        kind = type(module)
+        parents = [p for p in kind.__mro__[1:] if issubclass(p, nn.Module) and block_class(p)]
+        shards = any(parent.__name__ == "FSDPModule" for parent in kind.__mro__)
+        if parents and shards and not issubclass(kind, SketchedBlock):
+            text = (
+                f"a {parents[0].__name__} that fully_shard has wrapped, and kept tokens do not "
+                "know it any more"
+            )
+            yield Finding("error", name, text, "call sketch_ first, then fully_shard")
+
+
+def _mixed_samples(model: nn.Module, choice: Choice) -> Iterator[Finding]:
+    sketches = [s for _, s in _taken(choice).values() if drops_rows(s)]
+    mixing = mixing_samples(model)
+    if not sketches or not mixing:
+        return
+    first = next(iter(mixing))
+    more = f", and {len(mixing) - 1} more" if len(mixing) > 1 else ""
+    yield Finding(
+        "harm",
+        first,
+        f"{type(mixing[first]).__name__} in training mode{more} mixes samples, and "
+        f"{sketches[0]!r} drops some: the noise can ruin such a network",
+        "use columns, L1(0.3), or put BatchNorm into eval mode",
+    )
+
+
+def drops_rows(sketch: AnySketch | None) -> bool:
+    """Whether some rows of G are zero in what goes on below."""
+    if isinstance(sketch, Split):
+        return drops_rows(sketch.input)
+    if isinstance(sketch, Tokens):
+        return True
+    exact = isinstance(sketch, Rows) and sketch.by == "nonzero"
+    return isinstance(sketch, RowSketch) and "G" in sketch.sees and not exact
+
+
+def _left_exact(choice: Choice) -> Iterator[Finding]:
+    named = {name for name, _ in choice.problems}
+    for name, reason in choice.refused.items():
+        if name not in named:
+            what, _, fix = reason.partition("; ")
+            yield Finding("waste", name, f"stays exact: {what}", fix)
+
+
+def _in_eval_mode(model: nn.Module, choice: Choice) -> Iterator[Finding]:
+    for name, (layer, _) in _taken(choice).items():
+        if model.training and not layer.training:
+            text = "in eval mode while the model trains, where nothing is sketched"
+            yield Finding("waste", name, text, f"{name}.train(), or leave it out")
+
+
+def _lazy(model: nn.Module) -> Iterator[Finding]:
+    for name, module in model.named_modules():
+        if any(isinstance(p, UninitializedParameter) for p in module._parameters.values()):
+            text = f"{type(module).__name__} has no shape yet and is not taken"
+            yield Finding("waste", name, text, "run one batch before sketch_")
+
+
+def _shared(model: nn.Module, choice: Choice) -> Iterator[Finding]:
+    """Weights that an exact module uses too."""
+    taken = _taken(choice)
+    inner = {m for layer, _ in taken.values() for m in layer.modules()}
+    users: dict[Tensor, str] = {}
+    for name, module in model.named_modules():
+        if module not in inner:
+            own = module._parameters.values()
+            users.update({p: name for p in own if p is not None})
+    for name, (layer, _) in taken.items():
+        shared = [users[p] for p in layer.parameters() if p in users]
+        if shared:
+            yield Finding(
+                "waste",
+                name,
+                f"its weight is that of {shared[0]!r} too, which stays exact: their gradients are "
+                "added, and the noise of the one is in both",
+                f"leave it exact, {{{name!r}: None}}",
+            )
+
+
+def _single_block(model: nn.Module, choice: Choice) -> Iterator[Finding]:
+    blocks = [name for name, (_, s) in _taken(choice).items() if isinstance(s, Tokens)]
+    if len(blocks) == 1 and blocks[0] in blocks_of(model):
+        yield Finding(
+            "waste",
+            blocks[0],
+            "the only block that is taken: where each token has a label of its own, dropping a "
+            "token is dropping its label, and nothing below gains from it",
+            "ask advise(model, loss_fn, batches)",
+        )
+
+
+def _tiny(choice: Choice, rows: int) -> Iterator[Finding]:
+    for name, (layer, _) in _taken(choice).items():
+        kind = known_class(type(layer))
+        assert kind is not None
+        flops = sum(size.exact_flops for size in kind.sizes(layer, rows))
+        if flops < TINY:
+            what = "block" if issubclass(kind, SketchedBlock) else "layer"
+            text = f"a tiny {what}: {flops / 1e6:.2g} MFLOP backward at {rows} rows"
+            yield Finding("waste", name, text, "leave it exact, or ask plan what it gains")

@@ -1,0 +1,159 @@
+"""advise(): what to type, within a time limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from time import monotonic
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ...layers.transform import unsketch_
+from ...sketches import Tokens
+from ..cost.timing import seconds_of_a_pass
+from ..noise.metric import adaptive, ready
+from ..noise.passes import Loss
+from ..noise.variance import Progress
+from ..restore import check_model, restored
+from .answer import Advice, Option
+from .candidates import Candidate, candidates, live_rows, wasted
+from .meter import FOR_HALF, LEAST_PASSES, Meter
+from .race import trial as run_trial
+
+MOST_BATCHES = 8
+LABELS = 0.3
+"""Noise over that of fewer labels, from which on each token seems to have its own."""
+
+
+def advise(
+    model: nn.Module,
+    loss_fn: Loss,
+    batches: Iterable[Any],
+    *,
+    optimizer: Any = None,
+    minutes: float = 2,
+    trial: float = 0,
+    progress: Progress | None = None,
+    seed: int = 0,
+) -> Advice:
+    """Says what to type for this model, this loss and this machine, or to stay exact, and why.
+
+    Tries the sketches that fit: kept tokens where blocks are known, the rows that are not zero
+    where many are, rows by token, whole samples, columns; and half of the batch as the control.
+    For each the time of a step (in turns with exact ones) and the noise that it adds, in about
+    ``minutes``. What counts is the time to equal quality over exact:
+    ρ(‖g‖² + σ² + V)/(‖g‖² + σ²).
+
+    ``batches``: at least two, better eight, of a list or a loader; no more are taken.
+    ``optimizer``: noise as it sees it, divided by √v̂ + ε with Adam. Ask after some hundred steps
+    of training, not at the first: noise grows. ``progress`` is told the share that is done.
+    ``trial``: minutes for a short training with the optimizer afterwards, exact, with the best
+    candidate and with half of each batch, see ``trial``; the answer is ``advice.trial``.
+    The model, gradients, buffers, optimizer and random state are left as they were.
+
+        advice = advise(model, loss_fn, loader, optimizer=optimizer)
+        print(advice)
+        advice.apply_(model)
+    """
+    start = monotonic()
+    check_model(model)
+    if trial and optimizer is None:
+        raise ValueError("trial= trains for a while: give optimizer= with it")
+    taken = take_batches(batches, minutes)
+    end = start + 60 * minutes
+    with restored(model) as buffers:
+        unsketch_(model)
+        live = live_rows(model, loss_fn, taken[0])
+        tried, told = candidates(model, live)
+        a_pass = seconds_of_a_pass(model, loss_fn, taken[0])
+        needed = (LEAST_PASSES + len(taken)) * a_pass
+        if monotonic() + needed > end:
+            raise ValueError(
+                f"minutes={minutes:g} is too short: one pass takes {a_pass:.2g} s; give at least "
+                f"minutes={needed / 30:.2g}, better {len(tried) * needed / 60:.2g}"
+            )
+        meter = Meter(model, loss_fn, taken, optimizer, seed, a_pass)
+        buffers.restore()
+        options: list[Option] = []
+        for i, candidate in enumerate(tried):
+            # The first are the most promising: they get what they need at the cost of the last.
+            left = end - monotonic() - FOR_HALF * a_pass
+            share = max(left / (len(tried) - i), LEAST_PASSES * a_pass)
+            options.append(meter.measured(candidate, min(share, left)))
+            if progress is not None:
+                progress((i + 1) / (len(tried) + 1))
+        control = meter.half(end - monotonic())
+        if progress is not None:
+            progress(1.0)
+        if all(option.change is None for option in options):
+            raise ValueError(f"nothing could be tried; {options[0].name}: {options[0].note}")
+        known = {candidate.name: candidate for candidate in tried}
+        advice = Advice(
+            options=tuple(options),
+            control=control,
+            signal=meter.signal,
+            live=live,
+            batches=len(taken),
+            seconds=monotonic() - start,
+            warnings=(),
+            candidates=known,
+        )
+        chosen = known[advice.closest.name]
+        told += _told(options, meter.signal, optimizer, known) + wasted(chosen, model)
+    advice = replace(advice, warnings=tuple(told))
+    if not trial:
+        return advice
+    found = run_trial(
+        model,
+        loss_fn,
+        batches,
+        optimizer,
+        chosen,
+        minutes=trial,
+        progress=progress,
+        seed=seed,
+    )
+    return replace(advice, trial=found, seconds=monotonic() - start)
+
+
+def take_batches(batches: Iterable[Any], minutes: float) -> list[Any]:
+    """The first few, each once."""
+    if isinstance(minutes, bool) or not minutes > 0:
+        raise ValueError(f"minutes={minutes!r} is no time; give for example minutes=2")
+    taken = list(islice(iter(batches), MOST_BATCHES))
+    different = list({tuple(map(id, tree_leaves(batch))): batch for batch in taken}.values())
+    if len(different) < 2:
+        raise ValueError(
+            f"{len(different)} different batches were given; σ² is the variance between batches: "
+            f"give at least two, better {MOST_BATCHES}, as training draws them"
+        )
+    return different
+
+
+def _told(
+    options: Sequence[Option], signal: float, optimizer: Any, known: Mapping[str, Candidate]
+) -> list[str]:
+    """What the measurements warn of."""
+    found = []
+    for option in options:
+        sketch = known[option.name].sketch
+        if not isinstance(sketch, Tokens) or option.noise is None:
+            continue
+        # A smaller batch of labels has σ²(1/p - 1) more.
+        if option.noise * (1 + signal) > LABELS * (1 / sketch.budget - 1):
+            found.append(
+                f"dropping tokens ({option.name}) adds noise as dropping their labels would: "
+                "a loss for each token is best left exact"
+            )
+            break
+    if optimizer is not None and adaptive(optimizer) and not ready(optimizer):
+        found.append(
+            "the optimizer has no state yet, so that noise was measured as SGD sees it; ask again "
+            "after some hundred steps"
+        )
+    if any(option.sound and (option.noise or 0.0) > 0.1 for option in options):
+        found.append("gradient clipping is not seen: noise that it cuts makes the mean biased")
+    return found

@@ -1,0 +1,187 @@
+"""The answer of ``advise``: the options that were tried, and the one that pays, if any."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ...core.table import Column, Table, as_text, words
+from ..measure import plain_data
+from ..words import change_in_words, ratio, with_error
+from .candidates import Candidate
+from .trial import Trial
+
+MARGIN = 0.02
+"""What a change has to gain at least, so that it is advised."""
+DROWNED = 1 / 3
+"""V over ‖g‖² + σ² from which on training is known to stall."""
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One candidate and what was measured; over an exact step with the whole batch."""
+
+    name: str
+    line: str
+    """What to paste; empty for the smaller batch."""
+    time: float | None = None
+    """ρ: the time of a step."""
+    noise: float | None = None
+    """V/(‖g‖² + σ²)."""
+    change: float | None = None
+    """ρ(‖g‖² + σ² + V)/(‖g‖² + σ²): the predicted time to equal quality."""
+    error: float = math.inf
+    memory: float | None = None
+    """Bytes saved for backward."""
+    note: str = ""
+
+    @property
+    def sound(self) -> bool:
+        """Whether it was measured, and its noise does not drown the gradient."""
+        return self.change is not None and self.noise is not None and self.noise <= DROWNED
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer of ``advise``: printable, ``.pays``, ``.line``, ``.reason``, ``.apply_()``."""
+
+    options: tuple[Option, ...]
+    control: Option | None
+    """Half of the batch, exact; ``None`` if the batch cannot be cut."""
+    signal: float
+    """‖g‖²/σ²."""
+    live: float
+    """The share of rows of the gradient that are not zero: below 1 with padding."""
+    batches: int
+    seconds: float
+    warnings: tuple[str, ...]
+    candidates: Mapping[str, Candidate]
+    """By the option's name: what to do."""
+    trial: Trial | None = None
+    """A short training that followed, if it was asked for."""
+
+    @property
+    def best(self) -> Option | None:
+        """The sound option with the least change."""
+        sound = [option for option in self.options if option.sound]
+        return min(sound, key=_change) if sound else None
+
+    @property
+    def closest(self) -> Option:
+        """``best``, or where each drowns the gradient the one with the least change."""
+        measured = [option for option in self.options if option.change is not None]
+        return self.best or min(measured, key=_change)
+
+    @property
+    def pays(self) -> bool:
+        best = self.best
+        if best is None or _change(best) > 1 - max(MARGIN, best.error):
+            return False
+        return not self._half_is_better
+
+    @property
+    def _half_is_better(self) -> bool:
+        """Whether half of the batch is ahead of the best option by two standard errors."""
+        best, control = self.best, self.control
+        if best is None or control is None:
+            return False
+        ahead = _change(best) - _change(control)
+        return ahead > 2 * math.hypot(best.error, control.error)
+
+    @property
+    def change(self) -> float:
+        """The predicted time to equal quality over that of exact steps; 1 for 'stay exact'."""
+        return _change(self.best) if self.best is not None and self.pays else 1.0
+
+    @property
+    def line(self) -> str:
+        """What to paste; empty for 'stay exact'."""
+        return self.best.line if self.best is not None and self.pays else ""
+
+    @property
+    def reason(self) -> str:
+        best = self.best
+        tried = [option for option in self.options if option.time is not None]
+        if all((option.time or 1.0) > 1 - MARGIN for option in tried):
+            fastest = min(tried, key=lambda option: option.time or 1.0)
+            return (
+                f"nothing makes a step faster here, as where layers are small; {fastest.name} "
+                f"comes closest with {ratio(fastest.time or 1.0)} the time"
+            )
+        if best is None:
+            calmest = min(tried, key=lambda option: option.noise or 0.0)
+            return (
+                f"the noise of each drowns the gradient; the calmest, {calmest.name}, adds "
+                f"{ratio(calmest.noise or 0.0)} its square"
+            )
+        numbers = (
+            f"a step with {best.name} takes {ratio(best.time or 1.0)} the time and "
+            f"{ratio(1 + (best.noise or 0.0))} the steps are needed, together "
+            f"{with_error(_change(best), best.error)}"
+        )
+        if self.pays:
+            return numbers
+        if self._half_is_better and self.control is not None:
+            change = with_error(_change(self.control), self.control.error)
+            return f"half of the batch, exact, does more, {change}; {numbers}"
+        return f"what is saved is not worth the noise, or too close to call; {numbers}"
+
+    def apply_(self, model: Model) -> Model:
+        """Sketches ``model`` as advised, in place; leaves it as it is for 'stay exact'."""
+        if self.best is not None and self.pays:
+            self.candidates[self.best.name].apply_(model)
+        return model
+
+    def as_dict(self) -> dict[str, Any]:
+        answer = {name: getattr(self, name) for name in ("pays", "change", "line", "reason")}
+        measured = {name: getattr(self, name) for name in ("signal", "live", "batches", "seconds")}
+        options = [plain_data(option) for option in self.options]
+        control = plain_data(self.control)
+        rest = {"options": options, "control": control, "warnings": list(self.warnings)}
+        rest["trial"] = self.trial
+        data: dict[str, Any] = plain_data({**answer, **measured, **rest})
+        return data
+
+    def headline(self) -> str:
+        if self.pays:
+            first = f"It pays: {change_in_words(self.change, 'time')} to the same quality."
+            lines = [first, "", f"    {self.line}", "", f"Why: {self.reason}."]
+        else:
+            lines = ["Stay exact: no sketch pays here.", "", f"Why: {self.reason}."]
+        notes = [f"Note: {text}." for text in self.warnings]
+        tried = [] if self.trial is None else [self.trial.headline()]
+        return "\n".join([*lines, *tried, *notes])
+
+    def tables(self) -> list[Table]:
+        columns = (
+            *(words("tried"), Column("time", ".3f"), Column("V/(‖g‖²+σ²)", ".3g")),
+            *(Column("in all", ".3f"), Column("±", ".2g"), Column("memory", ".3f"), words("note")),
+        )
+        shown = [*self.options, *([] if self.control is None else [self.control])]
+        rows = [
+            (o.name, o.time, o.noise, o.change, _finite(o.error), o.memory, o.note) for o in shown
+        ]
+        note = (
+            "Over exact steps: time of a step, noise that is added, time to the same quality, "
+            f"bytes saved for backward. {self.batches} batches, {self.seconds:.0f} s; "
+            f"‖g‖²/σ² = {self.signal:.3g}; {self.live:.0%} of the gradient's rows are not 0."
+        )
+        own = Table("Candidates", columns, rows, note)
+        return [own, *([] if self.trial is None else self.trial.tables())]
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+def _change(option: Option) -> float:
+    return math.inf if option.change is None else option.change
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

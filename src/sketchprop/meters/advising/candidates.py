@@ -1,0 +1,110 @@
+"""What fits a model: the sketches that are worth trying on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...layers.choose import choose
+from ...layers.select import blocks_of, everything, sketchable_layers
+from ...layers.transform import sketch_
+from ...layers.validate import Finding, findings
+from ...sketches import L1, AnySketch, Rows, Tokens
+from ..noise.passes import Loss, scalar_loss
+from ..restore import hooked
+
+FEW_ZEROS = 0.05
+"""Rows of zeros, below which it is not worth looking for them."""
+NAMED = 3
+"""Of findings of one kind so many are told."""
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A sketch, and whether the last layer is taken too."""
+
+    sketch: AnySketch
+    everywhere: bool = False
+
+    @property
+    def name(self) -> str:
+        return repr(self.sketch)
+
+    @property
+    def line(self) -> str:
+        """What to paste."""
+        rule = ", sp.select.everything" if self.everywhere else ""
+        return f"sp.sketch_(model, sp.{self.sketch!r}{rule})"
+
+    def apply_(self, model: Model) -> Model:
+        return sketch_(model, self.sketch, everything if self.everywhere else None)
+
+    def findings(self, model: nn.Module) -> tuple[Finding, ...]:
+        rule = everything if self.everywhere else None
+        return findings(model, choose(model, self.sketch, rule))
+
+
+def candidates(model: nn.Module, live: float) -> tuple[list[Candidate], list[str]]:
+    """What fits the model, the most promising first; and what else there is to say of it.
+
+    ``live``: the share of rows of G that are not zero. Rows of zeros cost nothing to leave out,
+    and a budget is a share of all rows: with half of them padding 0.15 keeps what 0.3 would.
+    """
+    share = live if live < 1 - FEW_ZEROS else 1.0
+    found = []
+    if blocks_of(model):
+        found += [Candidate(Tokens(round(p * share, 3))) for p in (0.3, 0.5, 0.2)]
+    if share < 1:
+        found.append(Candidate(Rows(1.0, by="nonzero")))
+    rows = round(0.3 * share, 3)
+    found += [Candidate(Rows(rows)), Candidate(Rows(0.3, unit="sample"), everywhere=True)]
+    found.append(Candidate(L1(0.3)))
+    kept: list[Candidate] = []
+    told: dict[str, str] = {}
+    for candidate in found:
+        harm = [finding for finding in candidate.findings(model) if finding.level == "harm"]
+        for finding in harm:
+            told.setdefault(finding.name, f"{finding}. Such sketches were not tried")
+        if not harm:
+            kept.append(candidate)
+    return kept, list(told.values())
+
+
+def wasted(candidate: Candidate, model: nn.Module) -> list[str]:
+    """What will not pay with this candidate, the first few of it."""
+    texts = [str(finding) for finding in candidate.findings(model) if finding.level == "waste"]
+    more = [f"and {len(texts) - NAMED} more such layers"] if len(texts) > NAMED else []
+    return texts[:NAMED] + more
+
+
+def live_rows(model: nn.Module, loss_fn: Loss, batch: Any) -> float:
+    """The share of rows of G that are not zero, the median over linear layers; one exact pass.
+
+    Rows of padding are zero in all layers; where one token is read, most rows of the last block.
+    """
+    shares: list[Tensor] = []
+
+    def watch(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor) and first.requires_grad and first.dim() > 1:
+            first.register_hook(look)  # type: ignore[no-untyped-call]
+
+    def look(G: Tensor) -> None:
+        shares.append((G.abs().amax(-1) != 0).float().mean())
+
+    linear = [m for m in sketchable_layers(model).values() if not _has_kernel(m)]
+    with hooked(linear, after=watch):
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        loss = scalar_loss(loss_fn, model, batch)
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+    return median(map(float, shares)) if shares else 1.0
+
+
+def _has_kernel(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Conv1d | nn.Conv2d)

@@ -1,0 +1,70 @@
+"""Several processes that tune alike: each probes its own batch, and all learn the same mean."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import nn
+
+from .controller import Probe
+
+
+def agreed(probe: Probe, device: torch.device) -> Probe:
+    """The mean of the probes of all processes, the same numbers in each; alone: the probe.
+
+    One all-reduce of a few numbers. A probe that is not finite somewhere is ignored everywhere.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return probe
+    world = distributed.get_world_size()
+    if world == 1:
+        return probe
+    numbers = [*_flat(astuple(probe))]
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    # Gloo reduces on the CPU, NCCL on its own device.
+    place = torch.device("cpu") if distributed.get_backend() == "gloo" else device
+    found = torch.tensor(numbers, dtype=wide, device=place)
+    distributed.all_reduce(found)
+    mean = iter((found / world).tolist())
+    values: list[Any] = [
+        tuple(next(mean) for _ in value) if isinstance(value, tuple) else next(mean)
+        for value in astuple(probe)
+    ]
+    return Probe(*values)
+
+
+def check_plain(model: nn.Module) -> None:
+    """Refuses what cannot be probed, with the way out."""
+    name = type(model).__name__
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"{name} waits for a gradient of each pass, and probes have none for it; give the "
+            "model inside, Tuner(model.module, loss_fn), in every process: all decide alike"
+        )
+    sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if sharded is not None and any(isinstance(m, sharded) for m in model.modules()):
+        raise ValueError(
+            f"{name} is sharded by fully_shard, whose weights are whole in training steps only; "
+            "find budgets on one process with advise, and give them to sketch_"
+        )
+    compiled: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    inside = [n for n, m in model.named_modules() if m._compiled_call_impl is not None]
+    if (compiled is not None and isinstance(model, compiled)) or inside:
+        raise ValueError(
+            f"{name} is compiled: a probe runs one layer exact and the next one sketched, which "
+            "would compile anew for each. Give the model that was compiled, Tuner(plain, loss_fn), "
+            "and train compiled = torch.compile(plain): probes then run, and are timed, eagerly, "
+            "and each move of a budget compiles once"
+        )
+
+
+def _flat(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from value
+        else:
+            yield value

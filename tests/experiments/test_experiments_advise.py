@@ -1,0 +1,65 @@
+"""What advise says of real tasks: a smoke run on made-up data, continued and redrawn."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+from experiments.__main__ import main
+from experiments.advise import study
+from experiments.advise.study import ORDER
+from sketchprop.data import VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def no_files(tmp_path, monkeypatch):
+    """Made-up data must do."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "nothing"))
+    monkeypatch.setenv("SKETCHPROP_CACHE", str(tmp_path / "nothing"))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def call(folder, *more):
+    return main(["advise", "--preset", "smoke", "--out", str(folder), "--quiet", *more])
+
+
+def test_every_task_is_asked_once_and_the_page_has_a_line_for_each(tmp_path, capsys, monkeypatch):
+    assert call(tmp_path, "--task", "vit") == 0
+    first = json.loads((tmp_path / "results.json").read_text())
+    assert list(first) == ["vit"]
+    assert call(tmp_path) == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert list(found) == list(ORDER)
+    assert found["vit"] == first["vit"]  # what is there is not asked again
+    rows = list(csv.DictReader((tmp_path / "summary.csv").open()))
+    assert [row["task"] for row in rows] == list(ORDER)
+    for row in rows:
+        assert row["answer"] == "stay exact" or row["answer"].startswith("sp.sketch_(model, sp.")
+        assert row["reason"]
+    names = [option["name"] for option in found["resnet"]["options"]]
+    assert names == ["L1(0.3)"]
+    assert "BatchNorm2d" in found["resnet"]["warnings"][0]
+    tried = {task: [o["name"] for o in line["options"]] for task, line in found.items()}
+    assert any("Tokens" in name for name in tried["vit"])
+    assert any("nonzero" in name for name in tried["sst2-padded"])
+    page = (tmp_path / "README.md").read_text()
+    for task in ORDER:
+        assert f"## {task}: " in page
+
+    def refused(*_):
+        raise AssertionError("stored results alone must do")
+
+    monkeypatch.setattr(study, "ask", refused)
+    assert call(tmp_path, "--stored") == 0
+    assert (tmp_path / "README.md").read_text() == page
+    capsys.readouterr()
+
+
+def test_a_task_that_is_not_known_is_refused(tmp_path, capsys):
+    preset = tmp_path / "mine.toml"
+    preset.write_text('[protocol]\nsize = "small"\ntasks = ["mnist"]\n')
+    assert main(["advise", "--preset", str(preset), "--out", str(tmp_path)]) == 1
+    assert "use some of mlp" in capsys.readouterr().err

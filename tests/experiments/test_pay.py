@@ -1,0 +1,228 @@
+"""Quality at equal wall-clock: who runs how long, what it costs, and what is made of it."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from experiments.__main__ import main
+from experiments.lab import ExperimentError
+from experiments.lab.checkpoints import Checkpoint
+from experiments.lab.engine import execute, run_sweep
+from experiments.lab.store import Store, read_rows
+from experiments.lab.sweep import Run
+from experiments.pay.outcome import Outcome, reached
+from experiments.pay.runs import Contest, Plan, missing_jobs
+from experiments.pay.study import PAY, SCHEMA
+from experiments.pay.times import compared, missing_kinds
+from experiments.pay.ways import PEER, TUNER, WAYS, TunedSteps, find_way, prepared
+from experiments.tasks.table import TASKS
+from sketchprop.tuning.rule import LADDER
+
+RATES = (0.05, 0.03, 0.01, 0.003, 0.001)
+CONTEST = Contest(
+    task="vit", size="small", length=12, batches=(4, 8, 16), rates=RATES, seeds=(0, 1),
+    ways=("exact", "tokens-0.3", "tuner", "rows-0.3"), shares=(0.5, 1.0),
+)  # fmt: skip
+
+
+def costs_of(contest, of=lambda sketch: 1.0 if not sketch else 0.5):
+    return {
+        f"{sketch}/{size}": of(sketch) * size / contest.middle for sketch, size in contest.kinds
+    }
+
+
+def played(contest, costs, score):
+    """All rows of a contest, every run scored by ``score(run)`` instead of trained."""
+    rows = []
+    while jobs := missing_jobs(contest, costs, rows, None):
+        for (run,) in (job.runs for job in jobs):
+            value = score(run)
+            tested = run.cell.tested
+            rows.append({
+                "run": run.identity, "validation_accuracy": 0.0 if tested else value,
+                "test_accuracy": value if tested else 0.0, "second": 0.0,
+                "steps": run.cell.steps, "seed": run.seed,
+            })  # fmt: skip
+    return rows
+
+
+def test_equal_time_is_more_steps_for_a_cheaper_way_and_for_a_smaller_batch():
+    costs = costs_of(CONTEST)
+    exact, kept = WAYS["exact"], WAYS["tokens-0.3"]
+    cells = [CONTEST.cell(w, b, 1.0, costs, 1) for w, b in ((exact, 8), (exact, 4), (kept, 8))]
+    assert [cell.steps for cell in cells] == [12, 24, 24]
+    assert CONTEST.cell(kept, 8, 0.5, costs, 1).steps == 12
+
+
+def test_rates_and_sizes_are_chosen_by_a_seed_that_is_not_reported():
+    def score(run):
+        best = 3 if run.cell.way == "exact" else 2
+        return 50 - abs(run.rate_index - best) - 10 * (run.cell.batch != 4)
+
+    costs = costs_of(CONTEST)
+    rows = played(CONTEST, costs, score)
+    plan = Plan(CONTEST, costs, {row["run"]: row["validation_accuracy"] for row in rows})
+    exact, rest = WAYS["exact"], [WAYS[name] for name in ("tokens-0.3", "tuner", "rows-0.3")]
+    # Its best was at an edge: one rate more was tried.
+    assert [run.rate_index for run in plan.tried(exact, 4)] == [1, 2, 3, 4]
+    assert {run.seed for way, size in plan.sides for run in plan.tried(way, size)} == {100}
+    assert plan.chosen(exact, 4).rate_index == 3
+    assert all(plan.best_batch(way) == 4 for way in (exact, *rest))
+    assert [size for way, size in plan.sides if way.name in ("tuner", "rows-0.3")] == [4, 4]
+    reported = plan.reported(exact, 4, 1.0)
+    assert [run.seed for run in reported] == [0, 1]
+    assert {run.rate_index for run in reported} == {3}
+    assert plan.shares(exact, 8) == (1.0,)
+    assert plan.shares(WAYS["tokens-0.3"], 8) == ()
+
+
+def test_nothing_is_reported_before_its_rate_is_known():
+    costs = costs_of(CONTEST)
+    first = [run for job in missing_jobs(CONTEST, costs, [], None) for run in job.runs]
+    assert first
+    assert not any(run.cell.tested for run in first)
+    assert {run.cell.way for run in first} == {"exact", "tokens-0.3"}
+
+
+def test_the_time_to_equal_quality_is_that_of_the_definition():
+    """Exact training: 60 at its end. Kept tokens: 50 at the half, 70 at the end."""
+
+    def score(run):
+        if not run.cell.tested:
+            return 1.0 + (run.cell.batch == 8)
+        half = run.cell.time < CONTEST.length
+        if run.cell.way == "exact":
+            return 40.0 if half else 60.0
+        if run.cell.way == "rows-0.3":
+            return 55.0
+        return (50.0 if half else 70.0) + 8 * (run.seed - 0.5) * (run.cell.way == "tuner")
+
+    costs = costs_of(CONTEST)
+    outcome = Outcome(CONTEST, costs, played(CONTEST, costs, score))
+    found = {curve.way.name: outcome.ratio(curve) for curve in outcome.curves if curve.batch == 8}
+    assert outcome.control.batch == 8
+    assert found["exact"].value == 1.0
+    assert found["tokens-0.3"].value == found["tokens-0.3"].low == 0.75
+    # Seeds 4 below and 4 above: of the four resamples one has twice the better, one the worse.
+    assert (found["tuner"].low, found["tuner"].value) == (0.65, 0.75)
+    assert found["tuner"].high == pytest.approx(0.85)
+    assert math.isinf(found["rows-0.3"].value)
+    assert found["rows-0.3"].text() == "> 1 (> 1 to > 1)"
+    assert {c.way.name: outcome.cost(c) for c in outcome.curves if c.batch == 8}[
+        "tokens-0.3"
+    ] == 0.5
+    assert reached([(0.25, 61.0), (1.0, 70.0)], 60.0) == 0.25
+
+
+def test_a_tuner_pays_for_its_probes_and_for_the_budgets_it_chose():
+    problem = TASKS["vit"].problem(small=True)
+    model = prepared(problem, "Tokens(0.3)")
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps = TunedSteps(model, optimizer, problem, LADDER)
+    count = len(steps.units)
+    assert steps.cost([1.0] * count) == 1
+    assert steps.cost([0.5] * count) == 0.5
+    trial = [0.5] * count
+    alone = count * (0.5 / count + (count - 1) / count)
+    assert steps.probe_cost(trial) == pytest.approx(3 + alone + 0.5)
+    batch = problem.draw(torch.Generator().manual_seed(0), 8)
+    problem.loss_of(model, batch).backward()
+    optimizer.step()
+    steps.tuner.next_probe = 0
+    paid = steps.before(batch)
+    assert paid > 4
+    assert len(steps.story) == 1
+    assert steps.before(batch) == steps.cost(steps.tuner.controller.budgets)
+
+
+@pytest.mark.parametrize("way", ["exact", TUNER, PEER])
+def test_a_run_that_was_stopped_goes_on_to_the_same_score(way, tmp_path):
+    contest = replace(CONTEST, ways=("exact", way) if way != "exact" else ("exact",), length=20)
+    cell = contest.cell(find_way(way), 8, 1.0, costs_of(contest), 1)
+    run = Run(cell, 2, 0)
+    whole, _ = cell.trainer(run)
+    stopped, _ = cell.trainer(run)
+    file = tmp_path / "run.pt"
+    stopped.run_to(9, Checkpoint(file, 0.0))
+    again, _ = cell.trainer(run)
+    found, resumed = whole.train(), again.train(Checkpoint(file, 1e9))
+    assert resumed["test_curve"] == found["test_curve"]
+    assert resumed["loss_curve"] == found["loss_curve"]
+    assert whole.steps == again.steps
+
+
+def test_ratios_are_taken_round_by_round_and_only_what_is_missing_is_timed():
+    found = compared({"/8": [1.0, 2.0, 4.0], "Tokens(0.3)/8": [0.5, 1.0, 4.0]}, "/8")
+    assert found["costs"] == {"/8": 1.0, "Tokens(0.3)/8": 0.5}
+    contest = replace(CONTEST, batches=(8,), ways=("exact", "tokens-0.3", "rows-0.3"))
+    assert missing_kinds(contest, found) == [('Rows(0.3, unit="token")', 8)]
+
+
+def test_a_peer_is_timed_at_the_ratios_that_were_asked_for():
+    problem = TASKS["vit"].problem(small=True)
+    model = prepared(problem, "vcas(0.5, 0.25)")
+    (sketch, *_) = [m.sketching.sketch for m in model.modules() if hasattr(m, "sketching")]
+    assert sketch.budget == 0.25
+    assert not any(hasattr(m, "sketching") for m in prepared(problem, "").modules())
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('task = "chess"', "task 'chess' is unknown; use one of gpt"),
+        ('task = "vit"\nways = ["l3"]', "way 'l3' is unknown; use some of exact"),
+        ('task = "vit"\nrates = [0.1]', "give five, falling"),
+        ('task = "vit"\nlength = 0', "length, batches and the way 'exact' are needed"),
+        ('task = "vit"\nwarmup = 3', "warmup is unknown"),
+    ],
+)
+def test_what_a_preset_says_wrong_is_told_before_anything_runs(text, told, tmp_path):
+    path = tmp_path / "mine.toml"
+    shared = f"[protocol]\nlength = 5\nbatches = [8]\nrates = {list(RATES)}\n"
+    path.write_text(f"{shared}[[extra]]\n{text}\n")
+    with pytest.raises(ExperimentError, match=told.replace("[", r"\[")):
+        PAY.contests(str(path))
+
+
+def test_a_contest_that_was_killed_trains_only_what_is_missing(tmp_path):
+    contest = replace(CONTEST, length=2, seeds=(0,), batches=(8,), ways=("exact", "tokens-0.3"))
+    costs, seen = costs_of(contest), []
+
+    def engine(jobs, workers):
+        for job in jobs:
+            seen.append(job.runs[0])
+            if len(seen) == 5:
+                raise KeyboardInterrupt
+            yield job, execute(job)
+
+    missing = partial(missing_jobs, contest, costs)
+    with Store(tmp_path, SCHEMA) as store, pytest.raises(KeyboardInterrupt):
+        run_sweep(missing, store, engine, 0)
+    with Store(tmp_path, SCHEMA) as store:
+        run_sweep(missing, store, engine, 0)
+    rows = read_rows(tmp_path, SCHEMA)
+    assert len(rows) == len({row["run"] for row in rows}) == len(seen) - 1
+    assert Outcome(contest, costs, rows).control is not None
+
+
+def test_smoke(tmp_path, capsys):
+    threads = torch.get_num_threads()
+    call = ["pay", "--preset", "smoke", "--out", str(tmp_path), "--quiet", "--task", "vit"]
+    try:
+        assert main([*call, "--workers", "0", "--seconds", "0", "--earnest"]) == 0
+        page = (tmp_path / "README.md").read_text()
+        for text in ("time to equal quality", "(control)", "| VCAS |", "| Tuner |", "Protocol"):
+            assert text in page
+        header = (tmp_path / "summary.csv").read_text().splitlines()[0].split(",")
+        wanted = ["task", "way", "step_ratio", "noise", "time_ratio", "low", "high", "seeds"]
+        assert set(wanted) <= set(header)
+        kept = ("README.md", "figure.svg", "summary.csv")
+        before = [(tmp_path / name).read_bytes() for name in kept]
+        assert main([*call, "--stored"]) == 0
+        assert [(tmp_path / name).read_bytes() for name in kept] == before
+    finally:
+        torch.set_num_threads(threads)
+        capsys.readouterr()

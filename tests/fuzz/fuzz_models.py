@@ -1,0 +1,400 @@
+"""Small models, whole: random blocks, masks, budgets, precision, and what is done to them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import random
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fuzz_sketches
+import sketchprop as sp
+from fuzz_base import Nothing, by_shape, drawing, filled, holds, mean, pick, same
+from fuzz_layers import (
+    TOLERANCE,
+    at_budget_one,
+    budget_of,
+    by_nonzero,
+    draws_in_forward,
+    same_kinds,
+)
+from sketchprop.layers import SketchedBlock
+from sketchprop.zoo import Block
+
+WORDS = 11
+STEPS = ("eval", "exact", "budget 0.5", "budget 2", "deepcopy", "pickle", "state", "unsketch",
+         "step")  # fmt: skip
+HF = ("BERT", "GPT-2", "ViT", "Llama")
+KINDS = ("zoo", "encoder", "decoder", "mlp", "conv", *HF)
+
+
+class Tower(nn.Module):
+    """Blocks under a head, and what they are called with."""
+
+    def __init__(self, blocks: list[nn.Module], width: int, **options: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, 2)
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, **self.options)
+        y: Tensor = self.head(x)
+        return y
+
+
+class OfTransformers(nn.Module):
+    """A model of transformers as a function of its embedded input."""
+
+    def __init__(self, model: nn.Module, name: str, mask: Tensor | None) -> None:
+        super().__init__()
+        self.model, self.name, self.mask = model, name, mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.name == "ViT":
+            return self.model(pixel_values=x).last_hidden_state  # type: ignore[no-any-return]
+        options = {} if self.mask is None else {"attention_mask": self.mask}
+        return self.model(inputs_embeds=x, **options).last_hidden_state  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A small model, its sketch, and what is done to it."""
+
+    seed: int
+    kind: str
+    sketch: Any
+    depth: int = 1
+    samples: int = 2
+    tokens: int = 3
+    dropout: float = 0.0
+    padded: bool = False
+    norm_first: bool = True
+    batch_first: bool = True
+    kv_heads: int = 2
+    """1: several heads of queries share keys."""
+    dtype: torch.dtype = torch.float64
+    direction: str = "normal"
+    frozen: bool = False
+    autocast: bool = False
+    everything: bool = False
+    """Whether the last layer is taken as well."""
+    steps: tuple[str, ...] = ()
+
+    simplest: ClassVar[dict[str, Any]] = {
+        "kind": "zoo", "depth": 1, "samples": 1, "tokens": 2, "dropout": 0.0, "kv_heads": 2,
+        "dtype": torch.float64, "direction": "normal", "norm_first": True, "batch_first": True,
+    }  # fmt: skip
+
+    @classmethod
+    def random(cls, rng: random.Random) -> Self:
+        kind = pick(rng, *KINDS)
+        blocks = kind not in ("mlp", "conv")
+        sketch = fuzz_sketches.of_layer(rng)
+        if blocks and rng.random() < 0.75:
+            sketch = fuzz_sketches.tokens(rng)
+        return cls(
+            seed=rng.randrange(1000),
+            kind=kind,
+            sketch=sketch,
+            depth=pick(rng, 1, 1, 1, 2),
+            samples=pick(rng, 0, 1, 1, 2, 2, 3) if rng.random() < 0.9 else 5,
+            tokens=pick(rng, 1, 2, 2, 3, 3, 4, 6),
+            dropout=pick(rng, 0.0, 0.0, 0.3),
+            padded=rng.random() < 0.3,
+            norm_first=rng.random() < 0.5,
+            batch_first=rng.random() < 0.5,
+            kv_heads=pick(rng, 1, 2),
+            dtype=pick(rng, *[torch.float64] * 4, torch.float32, torch.bfloat16),
+            direction=pick(rng, "normal", "normal", "one token", "zero", "constant", "padding"),
+            frozen=rng.random() < 0.2,
+            autocast=rng.random() < 0.1,
+            everything=rng.random() < 0.3,
+            steps=tuple(pick(rng, *STEPS) for _ in range(rng.randint(0, 2))),
+        )
+
+    # --- what is tried ---
+
+    @property
+    def drops(self) -> float:
+        """Rows that are drawn in forward come from the generator that dropout asks."""
+        forward = not isinstance(self.sketch, sp.Tokens) and draws_in_forward(self.sketch)
+        return 0.0 if forward else self.dropout
+
+    def plain(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        model: nn.Module
+        if self.kind == "mlp":
+            layers: list[nn.Module] = [nn.Linear(4, 6), nn.ReLU(), nn.Dropout(self.drops)]
+            model = nn.Sequential(*layers, nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        elif self.kind == "conv":
+            model = nn.Sequential(
+                nn.Conv1d(4, 5, 3, padding=1), nn.ReLU(), nn.Dropout(self.drops),
+                nn.Conv1d(5, 4, 1), nn.GELU(), nn.Conv1d(4, 2, 2, padding=1),
+            )  # fmt: skip
+        elif self.kind in HF:
+            model = OfTransformers(self._of_transformers(), self.kind, self._mask())
+        else:
+            model = self._tower()
+        model.to(self.dtype).train()
+        if self.frozen:
+            rng = random.Random(self.seed)
+            for p in model.parameters():
+                p.requires_grad_(rng.random() < 0.5)
+        for name, p in model.named_parameters():
+            if "bias" in name:  # where all are zero a mistake in them is not seen
+                nn.init.normal_(p)
+        return model
+
+    def _tower(self) -> nn.Module:
+        if self.kind == "zoo":
+            return Tower([Block(4, 2, 5, self.drops) for _ in range(self.depth)], 4)
+        kind: Any = nn.TransformerEncoderLayer
+        options: dict[str, Any] = {}
+        mask = self._mask()
+        padding = None if mask is None else mask == 0
+        if self.kind == "decoder":
+            kind = nn.TransformerDecoderLayer
+            size = (self.samples, 2, 4) if self.batch_first else (2, self.samples, 4)
+            options = {"memory": torch.randn(size).to(self.dtype), "tgt_key_padding_mask": padding}
+        else:
+            options = {"src_key_padding_mask": padding}
+        layers = [
+            kind(4, 2, 5, self.drops, batch_first=self.batch_first, norm_first=self.norm_first)
+            for _ in range(self.depth)
+        ]
+        return Tower(layers, 4, **options)
+
+    def _of_transformers(self) -> nn.Module:
+        p = self.drops
+        sizes = {"hidden_size": 4, "num_hidden_layers": self.depth, "num_attention_heads": 2,
+                 "intermediate_size": 5}  # fmt: skip
+        text = {**sizes, "vocab_size": WORDS, "max_position_embeddings": 8, "pad_token_id": 0}
+        both = {"hidden_dropout_prob": p, "attention_probs_dropout_prob": p}
+        if self.kind == "BERT":
+            return hf.BertModel(hf.BertConfig(**text, **both), add_pooling_layer=False)
+        if self.kind == "ViT":
+            config = hf.ViTConfig(**sizes, **both, image_size=4, patch_size=2)
+            return hf.ViTModel(config, add_pooling_layer=False)
+        if self.kind == "GPT-2":
+            return hf.GPT2Model(
+                hf.GPT2Config(
+                    vocab_size=WORDS, n_embd=4, n_layer=self.depth, n_head=2, n_inner=5,
+                    n_positions=8, resid_pdrop=p, attn_pdrop=p, embd_pdrop=p, bos_token_id=1,
+                    eos_token_id=2,
+                    use_cache=self.norm_first,
+                )
+            )  # fmt: skip
+        return hf.LlamaModel(
+            hf.LlamaConfig(
+                **text, num_key_value_heads=self.kv_heads, attention_dropout=p,
+                use_cache=self.norm_first,
+            )
+        )  # fmt: skip
+
+    def _mask(self) -> Tensor | None:
+        if not self.padded or self.tokens < 2 or not self.samples:
+            return None
+        mask = torch.ones(self.samples, self.tokens, dtype=torch.long)
+        mask[0, self.tokens - 1 :] = 0
+        return mask
+
+    def input(self) -> Tensor:
+        torch.manual_seed(self.seed + 1)
+        shape: tuple[int, ...] = (self.samples, self.tokens, 4)
+        if self.kind == "conv":
+            shape = (self.samples, 4, self.tokens)
+        elif self.kind == "ViT":
+            shape = (self.samples, 3, 4, 4)
+        elif self.kind in ("encoder", "decoder") and not self.batch_first:
+            shape = (self.tokens, self.samples, 4)
+        return torch.randn(shape).to(self.dtype).requires_grad_()
+
+    def sketched(self, plain: nn.Module, sketch: Any = None) -> nn.Module:
+        chosen = sp.select.everything if self.everything else None
+        sketch = self.sketch if sketch is None else sketch
+        return sp.sketch_(copy.deepcopy(plain), sketch, chosen)
+
+    def forward(self, model: nn.Module, x: Tensor) -> Tensor:
+        torch.manual_seed(self.seed + 3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return model(x)  # type: ignore[no-any-return]
+
+    def gradients(
+        self, model: nn.Module, x: Tensor, G: Tensor, wants: Any = None
+    ) -> list[Tensor | None]:
+        leaves = wants or leaves_of(model, x)
+        return list(torch.autograd.grad(self.forward(model, x), leaves, G, allow_unused=True))
+
+    def _direction(self, y: Tensor) -> Tensor:
+        torch.manual_seed(self.seed + 2)
+        G = torch.randn(y.shape).to(y.dtype)
+        if self.direction == "zero":
+            G.zero_()
+        elif self.direction == "constant":
+            G = torch.ones((), dtype=y.dtype).expand(y.shape)
+        elif self.direction == "one token" and G.shape[1] > 1:
+            G[:, 1:] = 0
+        elif self.direction == "padding" and G.shape[0] > 1:
+            G[0] = 0
+        return G
+
+    # --- the laws ---
+
+    @property
+    def tolerance(self) -> float:
+        if self.kind == "Llama" and self.dtype == torch.float64:
+            return 1e-5  # its norms compute in float32
+        return 0.3 if self.autocast else 5 * TOLERANCE[self.dtype]
+
+    def check(self) -> None:
+        plain, x = self.plain(), self.input()
+        try:
+            model = self.sketched(plain)
+        except ValueError as error:
+            if "no layer can take" in str(error):
+                raise Nothing(str(error)) from None
+            raise
+        try:
+            y = self.forward(plain, x)
+        except Exception as error:  # no samples, for example, which some models do not take
+            raise Nothing(str(error)) from None
+        z = self.forward(model, x)
+        same("forward", [z.detach()], [y.detach()], self.tolerance)
+        G = self._direction(y)
+        truth = self.gradients(plain, x, G)
+        with sp.exact(model):
+            same("exact", self.gradients(model, x, G), truth)
+        self._budget_one(plain, x, G, truth)
+        self._values(model, plain, x, G)
+        self._passes(plain, x, G)
+        self._history(plain, x, G, truth)
+        if self.dtype == torch.float64 and not self.autocast:
+            self._mean(model, x, G, truth)
+
+    def _budget_one(self, plain: nn.Module, x: Tensor, G: Tensor, truth: list[Any]) -> None:
+        whole: Any = self.sketch
+        if isinstance(whole, sp.Tokens):
+            whole = replace(whole, budget=1.0, queries=None, keys=None)
+        else:
+            whole = at_budget_one(whole)
+        found = self.gradients(self.sketched(plain, whole), x, G)
+        rounds = not isinstance(whole, sp.Tokens) and by_nonzero(whole)
+        same("budget one", found, truth, self.tolerance if rounds else 0.0)
+
+    def _values(self, model: nn.Module, plain: nn.Module, x: Tensor, G: Tensor) -> None:
+        for grad in self.gradients(model, x, torch.zeros_like(G)):
+            holds("zeros", grad is None or not grad.any(), grad)
+        if not G.numel():
+            return
+        bad = torch.ones_like(G).contiguous()
+        bad.view(-1)[random.Random(self.seed).randrange(bad.numel())] = float("nan")
+        with drawing(by_shape(self.seed)):
+            found = self.gradients(model, x, bad)
+        if any(g is not None and not g.isfinite().all() for g in self.gradients(plain, x, bad)):
+            # In some of them: a ReLU behind a dropped row may be dead in the kept ones.
+            seen = [g for g in found if g is not None and not g.isfinite().all()]
+            holds("not finite", len(seen) > 0)
+
+    def _passes(self, plain: nn.Module, x: Tensor, G: Tensor) -> None:
+        model = self.sketched(plain)
+        leaves = leaves_of(model, x)
+        with drawing(by_shape(self.seed)):
+            whole = self.gradients(model, x, G)
+            same_kinds(whole, leaves)
+            rng = random.Random(self.seed)
+            some = sorted(rng.sample(range(len(leaves)), (len(leaves) + 1) // 2))
+            part = self.gradients(model, x, G, [leaves[i] for i in some])
+            same("a part", part, [whole[i] for i in some], self.tolerance)
+            y = self.forward(model, x)
+            for _ in range(2):
+                again = torch.autograd.grad(y, leaves, G, retain_graph=True, allow_unused=True)
+                same("again", again, whole, self.tolerance)
+            if isinstance(self.sketch, sp.Tokens):
+                kinds = {"activations": "input", "input": "activations"}
+                other = replace(self.sketch, save=kinds[self.sketch.save])
+                found = self.gradients(self.sketched(plain, other), x, G)
+                same("save", found, whole, self.tolerance)
+            kind = self.seed % 2 == 0
+            stored = functools.partial(checkpoint, model, use_reentrant=kind)
+            for leaf in leaves:
+                leaf.grad = None
+            torch.manual_seed(self.seed + 3)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                y = stored(x)
+            y.backward(G)
+            found = [leaf.grad for leaf in leaves]
+            for leaf in leaves:
+                leaf.grad = None
+            same("checkpoint", found, whole, self.tolerance)
+
+    def _mean(self, model: nn.Module, x: Tensor, G: Tensor, truth: list[Any]) -> None:
+        leaves = leaves_of(model, x)
+        found = mean(lambda: filled(self.gradients(model, x, G), leaves))
+        if found is not None:
+            same("mean", found, filled(truth, leaves), self.tolerance)
+
+    def _history(self, plain: nn.Module, x: Tensor, G: Tensor, truth: list[Any]) -> None:
+        model, sketch = self.sketched(plain), self.sketch
+        keys = list(plain.state_dict())
+        for step in self.steps:
+            if step == "eval":
+                expected = self.gradients(plain.eval(), x, G)
+                same("eval", self.gradients(model.eval(), x, G), expected)
+                plain.train(), model.train()
+            elif step == "exact":
+                with sp.exact(model):
+                    same("exact", self.gradients(model, x, G), truth)
+                    model = copy.deepcopy(model)
+            elif step.startswith("budget"):
+                budget = budget_of(step)
+                sp.set_budget_(model, budget)
+                sketch = sketch.with_budget(budget)
+            elif step == "deepcopy":
+                model = copy.deepcopy(model)
+            elif step == "pickle":
+                model = pickle.loads(pickle.dumps(model))
+            elif step == "state":
+                other = self.sketched(plain, sketch)
+                other.load_state_dict(model.state_dict())
+                plain.load_state_dict(other.state_dict())
+                model = other
+            elif step == "unsketch":
+                sp.unsketch_(model)
+                same("unsketch", self.gradients(model, x, G), truth)
+                model = self.sketched(model, sketch)
+            elif step == "step":
+                self._one_step(model, plain, x, G)
+                truth = self.gradients(plain, x, G)
+            holds("state", list(model.state_dict()) == keys, step)
+            with drawing(by_shape(self.seed)):
+                found = self.gradients(model, x, G)
+                new = self.gradients(self.sketched(plain, sketch), x, G)
+            same(f"history {step}", found, new, self.tolerance)
+        taken = any(isinstance(m, SketchedBlock | sp.SketchedModule) for m in model.modules())
+        holds("taken", taken)
+        sp.unsketch_(model)
+        for a, b in zip(model.modules(), plain.modules(), strict=True):
+            holds("unsketch", type(a) is type(b) and vars(a).keys() == vars(b).keys())
+        same("unsketch", self.gradients(model, x, G), truth)
+
+    def _one_step(self, model: nn.Module, plain: nn.Module, x: Tensor, G: Tensor) -> None:
+        """A step of SGD, taken over by the plain model."""
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        self.forward(model, x).backward(G)
+        optimizer.step()
+        optimizer.zero_grad()
+        x.grad = None
+        plain.load_state_dict(model.state_dict())
+
+
+def leaves_of(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return [x, *(p for p in model.parameters() if p.requires_grad)]

@@ -1,0 +1,117 @@
+"""sketchprop advise: the answer first, an optimizer, a trial, a picture, a device."""
+
+import builtins
+import json
+import textwrap
+
+import pytest
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A module of the user's, under a name that no other test imports."""
+    name = f"advised_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from torch import nn
+
+            def make(count=3):
+                torch.manual_seed(0)
+                model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+                batches = [torch.randn(16, 6) for _ in range(count)]
+                return model, lambda m, x: m(x).square().mean(), batches
+
+            def one():
+                return make(1)
+
+            def empty():
+                return make(0)
+
+            def not_scalar():
+                model, _, batches = make()
+                return model, lambda m, x: m(x), batches
+
+            def on_meta():
+                model, loss_fn, batches = make()
+                return model.to("meta"), loss_fn, batches
+
+            def with_optimizer():
+                made = make(40)
+                return *made, torch.optim.Adam(made[0].parameters(), lr=1e-2)
+
+            def with_nonsense():
+                return *make(), "adam"
+            """
+        )
+    )
+    return name
+
+
+def test_advise_answers_first_and_with_its_exit_code(run, mine):
+    code, out, err = run("advise", "--model", f"{mine}:make", "--minutes", "0.1")
+    assert code == 1
+    assert out.startswith("Stay exact: no sketch pays here.")
+    assert "half of the batch" in out
+    assert "3 batches are different" in err
+    code, out, _ = run("advise", "--model", f"{mine}:make", "--minutes", "0.1", "--json")
+    assert json.loads(out)["pays"] is False
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "message"),
+    [
+        ("one", [], "at least two"),
+        ("empty", [], "are empty"),
+        ("not_scalar", [], "return a scalar"),
+        ("on_meta", [], "meta device"),
+        ("make", ["--minutes", "1e-9"], "too short"),
+        ("make", ["--minutes", "0"], "is no time"),
+        ("make", ["--plot", "x.png"], "give --trial"),
+        ("with_optimizer", ["--optimizer", "sgd"], "leave out --optimizer"),
+        ("with_nonsense", [], "give a torch optimizer"),
+    ],
+)
+def test_bad_input_ends_with_two_and_a_way_out(run, mine, factory, options, message):
+    code, out, err = run("advise", "--model", f"{mine}:{factory}", *options)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_the_optimizer_of_the_factory_or_one_by_name_gives_the_metric(run, mine):
+    asked = ("advise", "--minutes", "0.05", "--steps", "3", "--json")
+    for options in (["--model", f"{mine}:with_optimizer"], ["--optimizer", "adam"]):
+        given = ["--model", f"{mine}:make", *options]
+        _, out, _ = run(*asked, *given)
+        assert "no state yet" not in out
+    _, out, _ = run("advise", "--minutes", "0.05", "--model", f"{mine}:with_optimizer")
+    assert "no state yet" in out
+
+
+def test_a_trial_says_who_is_ahead_and_draws_it(run, mine, tmp_path):
+    options = ("--minutes", "0.05", "--trial", "0.05", "--plot", "losses.png", "--device", "cpu")
+    code, out, _ = run("advise", "--model", f"{mine}:with_optimizer", *options)
+    assert code in (0, 1)
+    assert "Tried: half of the batch is" in out
+    assert "The trial" in out
+    assert (tmp_path / "losses.png").read_bytes().startswith(PNG)
+
+
+def test_without_matplotlib_the_picture_is_refused_before_minutes_are_spent(run, mine, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    options = ("--minutes", "9", "--trial", "9", "--plot", "losses.png")
+    code, _, err = run("advise", "--model", f"{mine}:with_optimizer", *options)
+    assert code == 2
+    assert "--plot needs matplotlib" in err
