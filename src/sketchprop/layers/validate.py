@@ -155,9 +155,9 @@ def _mixed_samples(model: nn.Module, choice: Choice) -> Iterator[Finding]:
     yield Finding(
         "harm",
         first,
-        f"{type(mixing[first]).__name__} in training mode{more} mixes samples, and "
-        f"{sketches[0]!r} drops some: the noise can ruin such a network",
-        "use columns, L1(0.3), or put BatchNorm into eval mode",
+        f"{type(mixing[first]).__name__} in training mode{more}: it mixes samples, and "
+        f"{sketches[0]!r} drops some; the noise can ruin such a network",
+        "put it into eval mode, use LayerNorm or GroupNorm, or stay exact",
     )
 
 
