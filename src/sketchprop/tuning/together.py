@@ -30,7 +30,7 @@ def agreed(probe: Probe, device: torch.device) -> Probe:
     found = torch.tensor(numbers, dtype=wide, device=place)
     distributed.all_reduce(found)
     mean = iter((found / world).tolist())
-    values = [
+    values: list[Any] = [
         tuple(next(mean) for _ in value) if isinstance(value, tuple) else next(mean)
         for value in astuple(probe)
     ]

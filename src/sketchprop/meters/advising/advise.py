@@ -69,7 +69,9 @@ def advise(
         live = live_rows(model, loss_fn, taken[0])
         tried, told = candidates(model, live)
         a_pass = seconds_of_a_pass(model, loss_fn, taken[0])
-        needed = (LEAST_PASSES + len(taken)) * a_pass
+        # A quarter of the time for σ², with as many batches as there are in it.
+        taken = taken[: max(2, int((end - monotonic()) / 4 / a_pass))]
+        needed = (LEAST_PASSES + FOR_HALF + len(taken) + 1) * a_pass
         if monotonic() + needed > end:
             raise ValueError(
                 f"minutes={minutes:g} is too short: one pass takes {a_pass:.2g} s; give at least "
