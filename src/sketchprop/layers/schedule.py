@@ -79,4 +79,5 @@ def set_budget_(model: Model, budget: float | int) -> Model:
         now = state.sketch.budget
         if now != budget or type(now) is not type(budget):
             state.sketch = state.sketch.with_budget(budget)
+        state.idle = False
     return model
