@@ -146,8 +146,8 @@ def _cells(line: dict[str, Any]) -> list[str]:
     error = math.inf if line["least_error"] is None else line["least_error"]
     least = f"{number_text(line['least_change'])} ± {number_text(error, 2)} ({line['least']})"
     return [
-        line["task"], str(line["steps"]), f"`{line['answer'].removeprefix('sp.')}`",
-        number_text(line["change"]), least, half, f"{line['seconds']:.0f}",
+        line["task"], str(line["steps"]), f"`{line['answer']}`",
+        number_text(line["change"]), least, half, f"{line['seconds']:.1f}",
         line["as_expected"] or "-", line["reason"],
     ]  # fmt: skip
 
