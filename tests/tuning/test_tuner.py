@@ -86,6 +86,15 @@ def test_where_no_time_is_saved_it_stays_exact_and_says_so():
     assert sum("tuned at step" in note and "exact" in note for note in notes) == 2
 
 
+def test_an_exact_layer_asks_nothing_of_its_sketch_until_somebody_sets_a_budget():
+    model = wide()
+    sp.Tuner(model, loss_fn)
+    x, _ = make_batches(1)[0]
+    assert type(model[0](x).grad_fn).__name__ == "AddmmBackward0"
+    sp.set_budget_(model, 0.5)
+    assert "Sketched" in type(model[0](x).grad_fn).__name__
+
+
 def test_probes_take_no_more_than_their_share():
     model = wide()
     clock = BudgetClock(model)

@@ -204,6 +204,8 @@ class Tuner:
                 # Only what changes: under torch.compile a new sketch is looked at anew.
                 if module.sketching.sketch != sketch:
                     module.sketching.sketch = sketch
+                if module.sketching.idle != (budget == 1):
+                    module.sketching.idle = budget == 1
 
     def _apply(self, why: str) -> None:
         self._give(self.controller.budgets)
