@@ -16,6 +16,7 @@ from docs_pages import DOCS, ROOT, blocks, commands, pages, run, without_numbers
 from sketchprop.cli.specs import UsageError, parse_sketches
 
 PYTHON = {p.relative_to(ROOT).as_posix(): p for p in pages() if "```python" in p.read_text()}
+del PYTHON["docs/tutorial.md"]  # run as a notebook: test_notebook.py
 SHELL = {"bash", "sh", "shell", "console", ""}
 MAY_STAY = 0
 """How many blocks are marked as not run; each needs a reason, and this number."""
