@@ -275,7 +275,7 @@ def page(*results: dict[str, Any]) -> str:
         parts[0] += f"`Tokens`: `{TOKENS!r}`.\n"
     for stored in results:
         machine = stored["machine"]
-        parts.append(f"`{stored['command']}` on {machine['cpu']}, torch {machine['torch']}.")
+        parts.append(f"- `{stored['command']}` on {machine['cpu']}, torch {machine['torch']}.")
     parts += ["", "| model | method | batch | peak MB | of exact | largest batch | times exact's |"]
     parts += ["|---|---|---|---|---|---|---|"]
     for row in rows:

@@ -28,8 +28,8 @@ def _gpt(small: bool) -> Problem:
 
 
 CASES: dict[str, tuple[Any, sp.L1 | sp.Tokens, float, int]] = {
-    "MLP 784-64-64-10 on MNIST": (paper_mlp, sp.L1(0.1), 0.1, 6000),
-    "GPT over characters": (_gpt, sp.Tokens(0.3), 1e-3, 1500),
+    "MLP 784-64-64-10 on MNIST": (paper_mlp, sp.L1(0.1), 0.1, 4000),
+    "GPT over characters": (_gpt, sp.Tokens(0.3), 1e-3, 1000),
 }
 """The problem, the sketch that is tuned, the rate, and steps."""
 

@@ -15,6 +15,7 @@ import sketchprop as sp
 from sketchprop.meters import Advice
 
 from ..lab import ExperimentError
+from ..lab.checkpoints import FOLDER, Checkpoint
 from ..lab.pages import made_on, number_text, read_json, write_csv, write_json
 from ..lab.problem import Problem
 from ..lab.study import MeasuredStudy
@@ -25,7 +26,7 @@ from .problems import paper_mlp, resnet
 STAY, TOKENS = "stay exact", "Tokens"
 EXPECTED = {"mlp": STAY, "gpt": STAY, "resnet": STAY, "vit": TOKENS, "yields": TOKENS}
 """What the answer has to be; the others are whatever a trial confirms."""
-OWN = {"mlp": (paper_mlp, 0.1, 300), "resnet": (resnet, 1e-3, 100)}
+OWN = {"mlp": (paper_mlp, 0.1, 150), "resnet": (resnet, 1e-3, 50)}
 """Beside the real tasks: how it is made, its rate, and steps of training."""
 ORDER = ("mlp", "gpt", "resnet", "vit", "yields", "mrpc", "sst2", "sst2-padded")
 
@@ -38,7 +39,7 @@ class Settings:
     """What ``advise`` is given."""
     batches: int = 8
     steps: int = -1
-    """Of training before; -1: those of the task's second moment."""
+    """Of training before; -1: a third of those of the task's second moment."""
 
 
 def problem_of(name: str, small: bool) -> tuple[Problem, float, int]:
@@ -49,15 +50,20 @@ def problem_of(name: str, small: bool) -> tuple[Problem, float, int]:
     if name not in TASKS:
         raise ExperimentError(f"tasks has {name!r}; use some of {', '.join(ORDER)}")
     task = TASKS[name]
-    return task.problem(small), task.rate, task.moments[1]
+    return task.problem(small), task.rate, task.moments[1] // 3
 
 
-def ask(name: str, settings: Settings) -> tuple[Advice, dict[str, Any]]:
-    """Trains for a while, and then asks, with the optimizer that trained."""
+def ask(name: str, settings: Settings, out: Path) -> tuple[Advice, dict[str, Any]]:
+    """Trains for a while, and then asks, with the optimizer that trained; it is kept on disk."""
     problem, rate, usual = problem_of(name, settings.size == "small")
     steps = usual if settings.steps < 0 else settings.steps
     trainer = problem.trainer(rate, 0, [steps + 1])
-    trainer.run_to(steps)
+    kept = Checkpoint(out / FOLDER / f"{name}-{settings.size}-{steps}.pt", every=0.0)
+    if state := kept.load():
+        trainer.load_state(state)
+    else:
+        trainer.run_to(steps)
+        kept.offer(trainer.state)
 
     def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
         return problem.loss_of(model, batch)
@@ -82,7 +88,7 @@ class AdviseStudy(MeasuredStudy):
         for name in settings.tasks:
             if options.task not in (None, name) or (name in found and not options.task):
                 continue
-            advice, facts = ask(name, settings)
+            advice, facts = ask(name, settings, out)
             found[name] = {**facts, "machine": made_on(), **advice.as_dict()}
             out.mkdir(parents=True, exist_ok=True)
             write_json(stored, {task: found[task] for task in ORDER if task in found})
@@ -140,8 +146,8 @@ def _cells(line: dict[str, Any]) -> list[str]:
     error = math.inf if line["least_error"] is None else line["least_error"]
     least = f"{number_text(line['least_change'])} ± {number_text(error, 2)} ({line['least']})"
     return [
-        line["task"], str(line["steps"]), f"`{line['answer'].removeprefix('sp.')}`",
-        number_text(line["change"]), least, half, f"{line['seconds']:.0f}",
+        line["task"], str(line["steps"]), f"`{line['answer']}`",
+        number_text(line["change"]), least, half, f"{line['seconds']:.1f}",
         line["as_expected"] or "-", line["reason"],
     ]  # fmt: skip
 

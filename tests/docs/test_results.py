@@ -17,6 +17,7 @@ COMMANDS = {
     "rows-mnist": ["rows-mnist"],
     "rows-variance": ["variance"],
     "rows-weight-variance": ["weight-variance"],
+    "advise": ["advise"],
     "tokens-noise/mrpc": ["noise", "--task", "mrpc"],
     "tokens-noise/vit": ["noise", "--task", "vit"],
     "tokens-noise/yields": ["noise", "--task", "yields"],

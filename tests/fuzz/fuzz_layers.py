@@ -146,7 +146,7 @@ class Layer:
         )
 
     def forward(self, model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             if not self.kind.startswith("attention"):
                 return model(*inputs)  # type: ignore[no-any-return]
             x, memory = inputs[0], inputs[-1]

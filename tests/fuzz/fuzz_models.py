@@ -85,13 +85,15 @@ class Model:
     direction: str = "normal"
     frozen: bool = False
     autocast: bool = False
+    device: str = "cpu"
     everything: bool = False
     """Whether the last layer is taken as well."""
     steps: tuple[str, ...] = ()
 
     simplest: ClassVar[dict[str, Any]] = {
         "kind": "zoo", "depth": 1, "samples": 1, "tokens": 2, "dropout": 0.0, "kv_heads": 2,
-        "dtype": torch.float64, "direction": "normal", "norm_first": True, "batch_first": True,
+        "dtype": torch.float64, "direction": "normal", "device": "cpu", "norm_first": True,
+        "batch_first": True,
     }  # fmt: skip
 
     @classmethod
@@ -117,6 +119,7 @@ class Model:
             direction=pick(rng, "normal", "normal", "one token", "zero", "constant", "padding"),
             frozen=rng.random() < 0.2,
             autocast=rng.random() < 0.1,
+            device="meta" if rng.random() < 0.05 else "cpu",
             everything=rng.random() < 0.3,
             steps=tuple(pick(rng, *STEPS) for _ in range(rng.randint(0, 2))),
         )
@@ -267,6 +270,9 @@ class Model:
             y = self.forward(plain, x)
         except Exception as error:  # no samples, for example, which some models do not take
             raise Nothing(str(error)) from None
+        if self.device == "meta":
+            self._meta(plain, model, x)
+            return
         z = self.forward(model, x)
         same("forward", [z.detach()], [y.detach()], self.tolerance)
         G = self._direction(y)
@@ -279,6 +285,17 @@ class Model:
         self._history(plain, x, G, truth)
         if self.dtype == torch.float64 and not self.autocast:
             self._mean(model, x, G, truth)
+
+    def _meta(self, plain: nn.Module, model: nn.Module, x: Tensor) -> None:
+        """Shapes without numbers, as pipelines infer them."""
+        x = x.detach().to("meta").requires_grad_()
+        try:
+            plain.to("meta")(x)
+        except RuntimeError as error:  # models that look at their masks
+            raise Nothing(str(error)) from None
+        y = model.to("meta")(x)
+        leaves = leaves_of(model, x)
+        same_kinds(torch.autograd.grad(y, leaves, torch.empty_like(y), allow_unused=True), leaves)
 
     def _budget_one(self, plain: nn.Module, x: Tensor, G: Tensor, truth: list[Any]) -> None:
         whole: Any = self.sketch

@@ -65,6 +65,14 @@ FOUND: dict[str, Any] = {
         layout="transposed",
         frozen="weight",
     ),
+    "coins on the meta device": Layer(
+        seed=254, kind="linear", sketch=sp.Diagonal(1, sampling="independent"), device="meta"
+    ),
+    "directions on the meta device": Function(
+        seed=146, kind="stack", sketch=sp.RankConstrained(1), sizes=(2, 2, 1), device="meta"
+    ),
+    "a branch on the meta device": Function(seed=1, kind="branch", budget=1, device="meta"),
+    "attention on the meta device": Function(seed=1, kind="attention", budget=1, device="meta"),
     "float64 under autocast in a model of transformers": Model(
         seed=967, kind="GPT-2", sketch=sp.Tokens(1), autocast=True
     ),

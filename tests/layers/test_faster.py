@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import pickle
 import tempfile
 from pathlib import Path
@@ -142,6 +143,28 @@ def test_a_full_disk_leaves_nothing_half_written(monkeypatch):
     with pytest.warns(UserWarning, match="No space left"):
         sketched_layers(model, torch.randn(10, 6))
     assert list(cache_file().parent.iterdir()) == []
+
+
+def write_decisions(first):
+    for k in range(first, first + 60):
+        faster._write_cache(f"layer {k}", Decision(0.5, 1.0, 0.5))
+
+
+def test_two_processes_on_one_cache_never_show_half_a_file():
+    """What one of them loses to the other is timed again; nothing is broken or left over."""
+    faster._write_cache("before", Decision(0.5, 1.0, 0.5))
+    fork = multiprocessing.get_context("fork")
+    writers = [fork.Process(target=write_decisions, args=(first,)) for first in (0, 1000)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert "before" in json.loads(cache_file().read_text())
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert [path.name for path in cache_file().parent.iterdir()] == ["faster.json"]
+    known = faster._read_cache()
+    assert {"layer 59", "layer 1059"} & known.keys()
 
 
 def test_timing_in_forward_adds_nothing_to_gradients():

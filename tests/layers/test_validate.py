@@ -49,6 +49,13 @@ def test_batch_norm_is_not_harmed_by_what_leaves_no_rows_out(sketch):
         sp.sketch_(model, sketch)
 
 
+def test_batch_norm_before_blocks_is_left_to_be_measured():
+    blocks = [nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)]
+    model = nn.Sequential(nn.BatchNorm1d(16), *blocks, nn.Linear(16, 4))
+    assert found(model, sp.Tokens(0.3)) == {}
+    assert ("harm", "0") in found(model, sp.Tokens(0.3), sp.select.everything)
+
+
 def test_batch_norm_in_eval_mode_mixes_nothing():
     model = wide(nn.BatchNorm1d(64).eval())
     assert found(model, sp.Rows(0.3)) == {}

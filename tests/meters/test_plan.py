@@ -33,6 +33,14 @@ class Shared(nn.Module):
         return self.head(self.conv(x.mT).mT)
 
 
+def test_a_pair_is_planned_like_any_sketch():
+    pair = sp.Split(input=sp.L1(0.1), weight=sp.ForwardRows(0.1))
+    report = sp.plan(nn.Sequential(nn.Linear(8, 8)), None, torch.randn(4, 8), rounds=1, sketch=pair)
+    (line,) = report.layers
+    assert line.shape == (8, 8)
+    assert "ForwardRows(0.1)" in repr(pair) == repr(report.sketch)
+
+
 def test_a_line_for_each_layer_that_takes_part():
     report = sp.plan(Shared(), None, torch.randint(0, 10, (4, 7)), rounds=1)
     lines = {line.layer: line for line in report.layers}

@@ -126,7 +126,7 @@ def test_noise_that_drowns_the_gradient_sends_back_to_exact_whatever_the_time():
     assert undrowned(truth, [0.1, 0.1]) == [0.1, 1.0]
     assert calmed(truth, [0.1, 0.1], LADDER) == [0.1, 0.7]
     controller = Controller([0, 1], [0.1, 0.1])
-    decision = controller.learn(probed(truth, controller))
+    decision = controller.learn(probed(truth, controller, overhead=0.1))
     assert controller.budgets == [0.1, 1.0]
     assert "drowns" in decision["why"]
 

@@ -86,6 +86,15 @@ def test_where_no_time_is_saved_it_stays_exact_and_says_so():
     assert sum("tuned at step" in note and "exact" in note for note in notes) == 2
 
 
+def test_an_exact_layer_asks_nothing_of_its_sketch_until_somebody_sets_a_budget():
+    model = wide()
+    sp.Tuner(model, loss_fn)
+    x, _ = make_batches(1)[0]
+    assert type(model[0](x).grad_fn).__name__ == "AddmmBackward0"
+    sp.set_budget_(model, 0.5)
+    assert "Sketched" in type(model[0](x).grad_fn).__name__
+
+
 def test_probes_take_no_more_than_their_share():
     model = wide()
     clock = BudgetClock(model)
@@ -262,3 +271,32 @@ def test_bad_options_are_refused():
             sp.Tuner(model, loss_fn, **options)
     with pytest.raises(ValueError, match="no sketched layer"):
         sp.Tuner(mlp(), loss_fn)
+
+
+class Broken(BudgetClock):
+    """A clock that jumps back, runs backwards or stands still."""
+
+    def __init__(self, model, kind):
+        super().__init__(model)
+        self.kind, self.readings = kind, 0
+
+    def __call__(self):
+        now = super().__call__()
+        self.readings += 1
+        if self.kind == "jumps back" and self.readings % 17 == 0:
+            self.now -= 500
+        return {"runs backwards": -now, "stands still": 0.0}.get(self.kind, now)
+
+
+@pytest.mark.parametrize("kind", ["jumps back", "runs backwards", "stands still"])
+def test_a_clock_that_goes_back_moves_no_budget_by_itself(kind):
+    model = wide()
+    tuner = sp.Tuner(model, loss_fn, share=1.0, clock=Broken(model, kind))
+    train(model, make_batches(40), tuner)
+    ignored = [entry for entry in tuner.log if "the clock stood still" in entry["why"]]
+    assert ignored
+    assert not any(entry["moved"] for entry in ignored)
+    assert tuner.spent >= 0
+    if kind != "jumps back":
+        assert len(ignored) == len(tuner.log)
+        assert all(p == 1.0 for p in tuner.budgets.values())

@@ -342,10 +342,14 @@ def _leaves_a_graph() -> bool:
 
 def _keeps_all(tokens: Tokens, x: Tensor) -> bool:
     N, T = x.shape[:2]
-    return not x.numel() or (
-        kept_count(tokens.budget, N * T) >= N * T
-        and kept_count(tokens.query_budget, T) >= T
-        and kept_count(tokens.key_budget, N * T) >= N * T
+    return (
+        not x.numel()
+        or x.is_meta
+        or (
+            kept_count(tokens.budget, N * T) >= N * T
+            and kept_count(tokens.query_budget, T) >= T
+            and kept_count(tokens.key_budget, N * T) >= N * T
+        )
     )
 
 

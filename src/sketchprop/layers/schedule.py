@@ -79,4 +79,5 @@ def set_budget_(model: Model, budget: float | int) -> Model:
         # As text, because 1 is a rank and 1.0 is everything: equal numbers, different budgets.
         if repr(sketch) != repr(state.sketch):
             state.sketch = sketch
+        state.idle = False
     return model

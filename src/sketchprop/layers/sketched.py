@@ -30,6 +30,8 @@ class Sketching:
     """Whether kept rows of dW are added to an existing ``.grad`` in place."""
     note: str = ""
     """What of a block stayed exact in the last forward pass, and why."""
+    idle: bool = False
+    """True while a tuner leaves the layer exact: nothing of the sketch is asked."""
     tuned: str = ""
     """What a tuner decided, and why."""
     parts: dict[int, Planner] = field(default_factory=dict, repr=False)
@@ -88,7 +90,7 @@ class SketchedModule:
     def is_sketching(self, *inputs: Any) -> bool:
         """Whether this forward pass, on ``inputs``, records a sketched backward."""
         state = self.sketching
-        if not self.training or state.exact or not torch.is_grad_enabled():
+        if not self.training or state.exact or state.idle or not torch.is_grad_enabled():
             return False
         return state.judge is None or len(inputs) == 0 or state.judge(self, inputs)
 

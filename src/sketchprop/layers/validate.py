@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from ..core.checks import TENSOR_PARALLEL
 from ..sketches import AnySketch, Planner, Rows, RowSketch, Split, Tokens
 from .blocks import SketchedBlock
-from .choose import Choice, Filter, choose, known_class
+from .choose import Choice, Filter, choose, known_class, of_layer
 from .known import block_class
 from .select import blocks_of
 
@@ -146,7 +146,8 @@ def _sharded_blocks(model: nn.Module, choice: Choice) -> Iterator[Finding]:
 
 
 def _mixed_samples(model: nn.Module, choice: Choice) -> Iterator[Finding]:
-    sketches = [s for _, s in _taken(choice).values() if drops_rows(s)]
+    given = [of_layer(layer, s) for layer, s in _taken(choice).values()]
+    sketches = [s for s in given if drops_rows(s)]
     mixing = mixing_samples(model)
     if not sketches or not mixing:
         return
@@ -162,11 +163,9 @@ def _mixed_samples(model: nn.Module, choice: Choice) -> Iterator[Finding]:
 
 
 def drops_rows(sketch: AnySketch | None) -> bool:
-    """Whether some rows of G are zero in what goes on below."""
+    """Whether some rows of G are zero in what goes on below; not behind a block's residual."""
     if isinstance(sketch, Split):
         return drops_rows(sketch.input)
-    if isinstance(sketch, Tokens):
-        return True
     exact = isinstance(sketch, Rows) and sketch.by == "nonzero"
     return isinstance(sketch, RowSketch) and "G" in sketch.sees and not exact
 

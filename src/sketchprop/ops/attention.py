@@ -55,7 +55,8 @@ def kept_attention(
     slots = slot_count(capacity, count, q.shape[-2])
     wanted = q.requires_grad or k.requires_grad or v.requires_grad
     own = attn_mask is not None and attn_mask.requires_grad
-    if not wanted or not torch.is_grad_enabled() or own or count >= q.shape[-2] or not q.numel():
+    exact = own or count >= q.shape[-2] or not q.numel() or q.is_meta
+    if exact or not wanted or not torch.is_grad_enabled():
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

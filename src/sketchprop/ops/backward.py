@@ -236,7 +236,7 @@ def autocast(
 
 def as_autocast(t: Tensor, device: str) -> Tensor:
     """``t`` as autocast would hand it to a product on ``device``: it leaves float64 alone."""
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # which meta does not know
         return t
     if t.dtype == torch.float64 or not t.is_floating_point():
         return t
@@ -246,8 +246,11 @@ def as_autocast(t: Tensor, device: str) -> Tensor:
 def records(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether autograd will want a gradient of one of them that can be sketched.
 
-    Complex and nested tensors are left exact.
+    Complex and nested tensors are left exact, and those on the meta device, which have no numbers
+    to draw by.
     """
     if not torch.is_grad_enabled() or x.is_complex() or weight.is_complex() or x.is_nested:
+        return False
+    if x.is_meta:
         return False
     return x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)

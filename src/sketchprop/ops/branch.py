@@ -89,7 +89,8 @@ def branch(
             f"budget={budget!r} drops nothing, so there is no draw to carry; leave out carry= "
             "here and carry=True in attention_branch"
         )
-    if not wanted or not torch.is_grad_enabled() or rows == 0 or rank >= rows:
+    exact = rows == 0 or rank >= rows or x.is_meta
+    if exact or not wanted or not torch.is_grad_enabled():
         y = (f if known is None else known)(x)
         return x + y if residual else y
     samples = Samples.of(tuple(x.shape[:-1]), sample_dim)

@@ -51,7 +51,7 @@ def gate(
     rows = x[(0,) * len(stack)].numel() // max(1, x.shape[-1])
     if not (x.requires_grad and torch.is_grad_enabled()) or rows == 0:
         return x
-    if sketch.keeps_all(rows, x.shape[-1], 0):
+    if x.is_meta or sketch.keeps_all(rows, x.shape[-1], 0):
         return x
     return _Gate.apply(x, weight, sketch, uniforms)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -133,7 +133,7 @@ def attention_branch(
     P = (*norm.parameters, *flat, *out.parameters)
     wanted = x.requires_grad or any(p is not None and p.requires_grad for p in P)
     learned = attn_mask is not None and attn_mask.requires_grad
-    everything = kept >= T and rows >= N * T
+    everything = (kept >= T and rows >= N * T) or x.is_meta
     if not wanted or not torch.is_grad_enabled() or not x.numel() or everything or learned:
         return _exact(x, attn_mask, rotary, plan, P), None
     check_mask(attn_mask, (N, heads, T, T), how)

@@ -51,6 +51,11 @@ class Probe:
         numbers = (self.total, self.noise_together, self.together, *self.noise, *self.alone)
         return self.total > 0 and all(map(math.isfinite, numbers))
 
+    @property
+    def timed(self) -> bool:
+        """Whether the clock ran, and forwards."""
+        return min(self.exact, self.together, *self.alone) > 0
+
 
 @dataclass
 class Controller:
@@ -101,6 +106,8 @@ class Controller:
         """Takes a probe in, moves the budgets unless ``frozen``, and says what was decided."""
         if not probe.finite:
             return {"moved": False, "why": "the probe is not finite: ignored"}
+        if not (self.frozen_times or probe.timed):
+            return {"moved": False, "why": "the clock stood still or went back: ignored"}
         trials = self.trial()
         if not self.frozen_times:
             self.times.append(_timed(probe, trials))

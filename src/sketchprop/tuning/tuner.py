@@ -131,7 +131,7 @@ class Tuner:
     def _decide(self, batch: Any) -> dict[str, Any]:
         start = self.clock()
         probe = agreed(self._probe(batch, start), next(self.model.parameters()).device)
-        self.spent += probe.cost
+        self.spent += max(0.0, probe.cost)
         decision = self.controller.learn(probe, self.frozen)
         self.next_probe = self.step + self.controller.wait(self.share)
         if "relative" in decision:
@@ -204,6 +204,8 @@ class Tuner:
                 # Only what changes: under torch.compile a new sketch is looked at anew.
                 if module.sketching.sketch != sketch:
                     module.sketching.sketch = sketch
+                if module.sketching.idle != (budget == 1):
+                    module.sketching.idle = budget == 1
 
     def _apply(self, why: str) -> None:
         self._give(self.controller.budgets)

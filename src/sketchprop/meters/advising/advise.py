@@ -24,6 +24,8 @@ from .meter import FOR_HALF, LEAST_PASSES, Meter
 from .race import trial as run_trial
 
 MOST_BATCHES = 8
+USED = 0.95
+"""Of the time: a last round may take longer than those before."""
 LABELS = 0.3
 """Noise over that of fewer labels, from which on each token seems to have its own."""
 
@@ -63,13 +65,15 @@ def advise(
     if trial and optimizer is None:
         raise ValueError("trial= trains for a while: give optimizer= with it")
     taken = take_batches(batches, minutes)
-    end = start + 60 * minutes
+    end = start + 60 * minutes * USED
     with restored(model) as buffers:
         unsketch_(model)
         live = live_rows(model, loss_fn, taken[0])
         tried, told = candidates(model, live)
         a_pass = seconds_of_a_pass(model, loss_fn, taken[0])
-        needed = (LEAST_PASSES + len(taken)) * a_pass
+        # A quarter of the time for σ², with as many batches as there are in it.
+        taken = taken[: max(2, int((end - monotonic()) / 4 / a_pass))]
+        needed = (LEAST_PASSES + FOR_HALF + len(taken) + 1) * a_pass
         if monotonic() + needed > end:
             raise ValueError(
                 f"minutes={minutes:g} is too short: one pass takes {a_pass:.2g} s; give at least "
@@ -80,8 +84,8 @@ def advise(
         options: list[Option] = []
         for i, candidate in enumerate(tried):
             # The first are the most promising: they get what they need at the cost of the last.
-            left = end - monotonic() - FOR_HALF * a_pass
-            share = max(left / (len(tried) - i), LEAST_PASSES * a_pass)
+            left = end - monotonic() - FOR_HALF * meter.a_pass
+            share = max(left / (len(tried) - i), LEAST_PASSES * meter.a_pass)
             options.append(meter.measured(candidate, min(share, left)))
             if progress is not None:
                 progress((i + 1) / (len(tried) + 1))

@@ -19,6 +19,8 @@ from ..restore import hooked
 
 FEW_ZEROS = 0.05
 """Rows of zeros, below which it is not worth looking for them."""
+MANY_ZEROS = 0.6
+"""Rows that are not zero, below which keeping all of them is tried."""
 NAMED = 3
 """Of findings of one kind so many are told."""
 
@@ -59,7 +61,9 @@ def candidates(model: nn.Module, live: float) -> tuple[list[Candidate], list[str
     share = live if live < 1 - FEW_ZEROS else 1.0
     found = []
     if blocks_of(model):
-        found += [Candidate(Tokens(round(p * share, 3))) for p in (0.3, 0.5, 0.2)]
+        # Where most rows are zero, all others can be kept for little.
+        budgets = (0.3, 0.5, 0.2) if share > MANY_ZEROS else (1.1, 0.6, 0.3)
+        found += [Candidate(Tokens(round(p * share, 3))) for p in budgets]
     if share < 1:
         found.append(Candidate(Rows(1.0, by="nonzero")))
     rows = round(0.3 * share, 3)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean, stdev
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ...core.stopwatch import in_turns
+from ...core.stopwatch import in_turns, synchronise
 from ...layers.isolation import no_gradient_hooks
 from ..cost.memory import bytes_of
 from ..cost.timing import compare, times_of
@@ -28,10 +29,20 @@ from .candidates import Candidate
 NOISE_BATCHES = 3
 MOST_DRAWS = 4
 MOST_ROUNDS = 9
-LEAST_PASSES = 12
-"""Passes without which a candidate is not tried: noise on two batches, two rounds of times."""
+LEAST_PASSES = 6
+"""Passes without which a candidate is not tried: exact and a draw on two batches, bytes."""
+FOR_TIMES = 7
+"""Passes for two rounds of times, and one to warm up; without them those of the draws count."""
 FOR_HALF = 5
 """Passes for the control: two rounds, and one to warm up."""
+
+
+class _Draw(NamedTuple):
+    """One sketched gradient: ‖ĝ - g‖²/(‖g‖² + σ²), and the seconds of both passes."""
+
+    noise: float
+    exact: float
+    sketched: float
 
 
 class Meter:
@@ -100,11 +111,16 @@ class Meter:
                 candidate.apply_(self.model)
             except ValueError as error:
                 return replace(option, note=f"does not fit: {error}")
-            added = self._added(buffers, seconds / self.a_pass)
+            draws = self._draws(buffers, seconds / self.a_pass)
             buffers.restore()
             saved = bytes_of(self.model, self.loss_fn, self.batches[0]).total
-            left = max(0.0, seconds - (monotonic() - begin))
-            times = times_of(self.model, self.loss_fn, self.batches[0], (2, MOST_ROUNDS), left)
+            left = seconds - (monotonic() - begin)
+            times = compare([draw.exact for draw in draws], [draw.sketched for draw in draws])
+            self.a_pass = times.exact  # a machine may get busier on the way
+            if left > FOR_TIMES * self.a_pass:
+                batch = self.batches[0]
+                times = times_of(self.model, self.loss_fn, batch, (2, MOST_ROUNDS), left)
+        added = [draw.noise for draw in draws]
         noise = fmean(added)
         if not math.isfinite(noise):
             return replace(option, note="its gradient is not finite")
@@ -119,23 +135,32 @@ class Meter:
             note="its noise drowns the gradient" if noise > DROWNED else "",
         )
 
-    def _added(self, buffers: Buffers, passes: float) -> list[float]:
-        """‖ĝ - g‖²/(‖g‖² + σ²) of some draws on some batches; half of the passes at most."""
+    def _draws(self, buffers: Buffers, passes: float) -> list[_Draw]:
+        """Some draws on some batches; half of the passes at most."""
         gradients = Gradients(self.model, self.loss_fn, buffers, self.seed)
-        batches = self.batches[:NOISE_BATCHES] if passes > 2 * LEAST_PASSES else self.batches[:2]
-        draws = max(1, min(MOST_DRAWS, int(passes / 2 / len(batches)) - 1))
-        added = []
+        batches = self.batches[:NOISE_BATCHES] if passes > 4 * LEAST_PASSES else self.batches[:2]
+        count = max(1, min(MOST_DRAWS, int(passes / 2 / len(batches)) - 1))
+        found = []
         factors, total = None, self.total
         with gradients.switch.installed():
             for batch in batches:
-                exact = gradients.exact(batch)
-                for draw in range(draws):
-                    drawn = gradients.sketched(batch, draw)
+                exact_seconds, exact = self._timed(partial(gradients.exact, batch))
+                for number in range(count):
+                    seconds, drawn = self._timed(partial(gradients.sketched, batch, number))
                     if self.squares and factors is None:
                         factors, total = self._with_noise(drawn, exact)
                     a, b = weighted(drawn, factors), weighted(exact, factors)
-                    added.append(visible_distance(a, b) / total)
-        return added
+                    noise = visible_distance(a, b) / total
+                    found.append(_Draw(noise, exact_seconds, seconds))
+        return found
+
+    def _timed(self, run: Callable[[], list[Tensor]]) -> tuple[float, list[Tensor]]:
+        device = self.parameters[0].device
+        synchronise(device)
+        begin = monotonic()
+        found = run()
+        synchronise(device)
+        return monotonic() - begin, found
 
     def _with_noise(
         self, drawn: Sequence[Tensor], exact: Sequence[Tensor]
