@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 import fuzz_sketches
 import sketchprop as sp
 from fuzz_base import Nothing, by_shape, drawing, filled, holds, mean, pick, same
-from sketchprop.layers.transform import refusal
+from sketchprop.layers.choose import refusal
 
 TOLERANCE = {
     torch.float64: 1e-9,

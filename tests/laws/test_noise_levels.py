@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import sketchprop as sp
 from law_table import METHODS
+from sketchprop.layers.choose import refusal, units
 from sketchprop.layers.select import blocks_of
-from sketchprop.layers.transform import refusal, units
 from sketchprop.zoo import ViT
 
 STORED = Path(__file__).with_name("noise_levels.json")
