@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ...core.stopwatch import in_turns, synchronise
+from ...core.stopwatch import clock_of, in_turns, synchronise
 from ...layers.isolation import no_gradient_hooks
 from ..cost.memory import bytes_of
 from ..cost.timing import compare, times_of
@@ -116,7 +116,8 @@ class Meter:
             saved = bytes_of(self.model, self.loss_fn, self.batches[0]).total
             left = seconds - (monotonic() - begin)
             times = compare([draw.exact for draw in draws], [draw.sketched for draw in draws])
-            self.a_pass = times.exact  # a machine may get busier on the way
+            passes = len(draws) + len({draw.exact for draw in draws}) + 1
+            self.a_pass = (monotonic() - begin) / passes  # a machine may get busier on the way
             if left > FOR_TIMES * self.a_pass:
                 batch = self.batches[0]
                 times = times_of(self.model, self.loss_fn, batch, (2, MOST_ROUNDS), left)
@@ -156,11 +157,12 @@ class Meter:
 
     def _timed(self, run: Callable[[], list[Tensor]]) -> tuple[float, list[Tensor]]:
         device = self.parameters[0].device
+        clock = clock_of(device)
         synchronise(device)
-        begin = monotonic()
+        begin = clock()
         found = run()
         synchronise(device)
-        return monotonic() - begin, found
+        return clock() - begin, found
 
     def _with_noise(
         self, drawn: Sequence[Tensor], exact: Sequence[Tensor]
