@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +73,19 @@ def ask(name: str, settings: Settings, out: Path) -> tuple[Advice, dict[str, Any
     advice = sp.advise(
         trainer.model, loss_fn, batches, optimizer=trainer.optimizer, minutes=settings.minutes
     )
-    return advice, {"title": problem.title, "steps": steps}
+    return advice, {"title": problem.title, "steps": steps, "minutes": settings.minutes}
 
 
 class AdviseStudy(MeasuredStudy):
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
         parser.add_argument("--task", choices=ORDER, help="only this one, anew")
+        parser.add_argument("--minutes", type=float, help="instead of the preset's: a busy machine")
 
     def measure(self, settings: Settings, out: Path, options: argparse.Namespace) -> None:
         """Adds the tasks that are missing; one that is named is asked again."""
+        if options.minutes:
+            settings = replace(settings, minutes=options.minutes)
         stored = out / "results.json"
         found: dict[str, Any] = read_json(stored) if stored.is_file() else {}
         for name in settings.tasks:
@@ -135,6 +138,7 @@ def _summary(name: str, line: dict[str, Any]) -> dict[str, Any]:
         "half_batch": None if line["control"] is None else line["control"]["change"],
         "signal": line["signal"],
         "live": line["live"],
+        "minutes": line["minutes"],
         "seconds": line["seconds"],
         "as_expected": "" if not wanted else "yes" if wanted in answer else "no",
         "reason": line["reason"],
@@ -147,7 +151,8 @@ def _cells(line: dict[str, Any]) -> list[str]:
     least = f"{number_text(line['least_change'])} ± {number_text(error, 2)} ({line['least']})"
     return [
         line["task"], str(line["steps"]), f"`{line['answer']}`",
-        number_text(line["change"]), least, half, f"{line['seconds']:.1f}",
+        number_text(line["change"]), least, half,
+        f"{line['seconds']:.0f} of {60 * line['minutes']:.0f}",
         line["as_expected"] or "-", line["reason"],
     ]  # fmt: skip
 

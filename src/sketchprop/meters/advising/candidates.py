@@ -59,13 +59,14 @@ def candidates(model: nn.Module, live: float) -> tuple[list[Candidate], list[str
     and a budget is a share of all rows: with half of them padding 0.15 keeps what 0.3 would.
     """
     share = live if live < 1 - FEW_ZEROS else 1.0
-    found = []
+    free = [Candidate(Rows(1.0, by="nonzero"))] if share < 1 else []
+    # Nothing is surer than what adds no noise.
+    found = [*free] if share <= MANY_ZEROS else []
     if blocks_of(model):
         # Where most rows are zero, all others can be kept for little.
         budgets = (0.3, 0.5, 0.2) if share > MANY_ZEROS else (1.1, 0.6, 0.3)
         found += [Candidate(Tokens(round(p * share, 3))) for p in budgets]
-    if share < 1:
-        found.append(Candidate(Rows(1.0, by="nonzero")))
+    found += [] if share <= MANY_ZEROS else free
     rows = round(0.3 * share, 3)
     found += [Candidate(Rows(rows)), Candidate(Rows(0.3, unit="sample"), everywhere=True)]
     found.append(Candidate(L1(0.3)))

@@ -178,7 +178,7 @@ class Meter:
         """Half of the batch, exact: σ² doubles. ``None`` where the batch cannot be cut."""
         whole = self.batches[0]
         part = halved(whole)
-        if part is None or seconds < 0:
+        if part is None or seconds < FOR_HALF / 2 * self.a_pass:
             return None
 
         def step(batch: Any) -> None:
