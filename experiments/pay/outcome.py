@@ -113,9 +113,17 @@ class Outcome:
         exact = [curve for curve in self.curves if curve.way.name == EXACT]
         return next((c for c in exact if c.batch == self.plan.best_batch(c.way)), None)
 
-    def ratio(self, curve: Curve) -> Ratio | None:
-        """Over all resamples of the seeds, way and control by the same seeds."""
-        control = self.control
+    def same_batch(self, curve: Curve) -> Curve | None:
+        """Exact training at the batch size of a way: what ``advise`` compares with."""
+        exact = [c for c in self.curves if c.way.name == EXACT and c.batch == curve.batch]
+        return exact[0] if exact else None
+
+    def ratio(self, curve: Curve, control: Curve | None = None) -> Ratio | None:
+        """Over all resamples of the seeds, way and control by the same seeds.
+
+        ``control``: another than exact training at its best.
+        """
+        control = control or self.control
         if control is None or 1.0 not in control.points:
             return None
         every = range(len(self.contest.seeds))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,13 +25,15 @@ from ..lab.sweep import checked
 from ..tasks.table import TASKS, Task
 from .earnest import run_in_earnest
 from .outcome import LEVEL, Curve, Outcome, Ratio
+from .predictions import advised, pairs
+from .predictions import draw as draw_predictions
+from .predictions import summary as foretold
 from .runs import FINDINGS, Contest, Plan, TimedCell, missing_jobs
 from .times import measure_memory, measure_times, missing_kinds
 from .ways import EXACT, TUNER, Way, find_way
 
 SCHEMA = schema_of(TimedCell(), FINDINGS, ("task", "way", "batch", "time"))
 TIMES, EARNEST = "times.json", "earnest.json"
-PREDICTED = Path("docs/results/advise/summary.csv")
 NOISE = Path("docs/results/tokens-noise")
 GOALS = {"yields": 0.70, "sst2": 0.90, "mrpc": 0.90, "vit": 0.75, "gpt": 1.03,
          "sst2-padded": 0.65}  # fmt: skip
@@ -96,6 +97,7 @@ class PayStudy(Study):
             for contest in asked:
                 _earnest(outcomes[contest.task], out / contest.task, options.quiet)
         written = [write_csv(out / "summary.csv", summary(outcomes, out)), *_draw(outcomes, out)]
+        written += draw_predictions(pairs(outcomes), out)
         return self.finish(written, out, {"preset": name, **_facts(outcomes, out)})
 
     def _do(self, contest: Contest, folder: Path, options: argparse.Namespace) -> None:
@@ -211,7 +213,8 @@ def _panel(panel: Any, outcome: Outcome) -> None:
 
 def _facts(outcomes: Mapping[str, Outcome], out: Path) -> dict[str, Any]:
     parts = [_part(TASKS[task], outcome, out / task) for task, outcome in outcomes.items()]
-    return {"parts": parts, "level": LEVEL, "noise_page": "../tokens-noise"}
+    said = foretold(pairs(outcomes))
+    return {"parts": parts, "level": LEVEL, "noise_page": "../tokens-noise", "foretold": said}
 
 
 def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
@@ -282,14 +285,11 @@ def _by_clock(folder: Path) -> str:
 
 def _predicted(task: str) -> str:
     """What ``advise`` said of the task before anything was trained."""
-    if not PREDICTED.is_file():
-        return ""
-    with PREDICTED.open(newline="", encoding="utf-8") as file:
-        found = {row["task"]: row for row in csv.DictReader(file)}
-    if task not in found:
-        return ""
-    change, answer = float(found[task]["change"]), found[task]["answer"]
-    return answer if change == 1 else f"{change:.2f}: `{answer}`"
+    for row in advised("summary.csv"):
+        if row["task"] == task:
+            change, answer = float(row["change"]), row["answer"]
+            return answer if change == 1 else f"{change:.2f}: `{answer}`"
+    return ""
 
 
 def _best(outcome: Outcome) -> tuple[Curve, Ratio] | None:

@@ -13,6 +13,7 @@ from experiments.lab.checkpoints import Checkpoint
 from experiments.lab.engine import execute, run_sweep
 from experiments.lab.store import Store, read_rows
 from experiments.lab.sweep import Run
+from experiments.pay import predictions
 from experiments.pay.outcome import Outcome, reached
 from experiments.pay.runs import Contest, Plan, missing_jobs
 from experiments.pay.study import PAY, SCHEMA
@@ -226,3 +227,33 @@ def test_smoke(tmp_path, capsys):
     finally:
         torch.set_num_threads(threads)
         capsys.readouterr()
+
+
+def test_what_was_predicted_is_held_against_exact_training_at_the_same_batch(tmp_path, monkeypatch):
+    """Found: 0.75 for kept tokens at batch 4, where exact training ends at 60; rows: never."""
+    monkeypatch.setattr(predictions, "ADVISED", tmp_path)
+    lines = ["task,name,change,error", "vit,Tokens(0.3),0.6,0.05", "vit,Rows(0.3),1.4,0.1"]
+    (tmp_path / "options.csv").write_text("\n".join([*lines, "vit,L1(0.3),,", ""]))
+
+    def score(run):
+        size = run.cell.batch
+        if not run.cell.tested:
+            return 10.0 * (size == (8 if run.cell.way == "exact" else 4))
+        half = run.cell.time < CONTEST.length
+        if run.cell.way == "exact":
+            return 40.0 if half else {8: 65.0, 4: 60.0, 16: 50.0}[size]
+        return 50.0 if half or run.cell.way == "rows-0.3" else 70.0
+
+    costs = costs_of(CONTEST)
+    found = predictions.pairs({"vit": Outcome(CONTEST, costs, played(CONTEST, costs, score))})
+    kept, rows = found
+    assert (kept.way, kept.predicted, kept.found.value) == ("Tokens(0.3)", 0.6, 0.75)
+    assert kept.miss == pytest.approx(0.2)
+    assert math.isinf(rows.found.value)
+    said = predictions.summary(found)
+    assert (said["count"], said["median"]) == (1, pytest.approx(0.2))
+    assert (said["right"], said["decided"]) == (2, 2)
+    assert {path.name for path in predictions.draw(found, tmp_path)} == {
+        "predictions.png",
+        "predictions.svg",
+    }

@@ -1,0 +1,111 @@
+"""What ``advise`` predicted beside what came of it, at the same batch size."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from ..lab.figures import label_axes, picture
+from .outcome import Outcome, Ratio
+from .ways import EXACT
+
+ADVISED = Path("docs/results/advise")
+NAMES = {"tokens-0.3": "Tokens(0.3)", "tokens-0.2": "Tokens(0.2)", "rows-0.3": "Rows(0.3)"}
+"""Of ways, as ``advise`` names them."""
+
+
+class Pair(NamedTuple):
+    """One way on one task: both are times to equal quality over exact training."""
+
+    task: str
+    way: str
+    predicted: float
+    error: float
+    """Of the prediction, one standard error."""
+    found: Ratio
+
+    @property
+    def miss(self) -> float:
+        """The prediction over what was found, less 1; infinite where it was not reached."""
+        return abs(self.predicted / self.found.value - 1)
+
+    @property
+    def known(self) -> bool:
+        """Whether what was found is a number and no bound."""
+        return math.isfinite(self.found.value) and self.found.value > self.found.floor
+
+    @property
+    def sign(self) -> bool | None:
+        """Whether gain or loss was foretold; ``None`` where the error bars leave it open."""
+        spread = 2 * self.error
+        if abs(self.predicted - 1) <= spread or self.found.low <= 1 <= self.found.high:
+            return None
+        return (self.predicted < 1) == (self.found.value < 1)
+
+
+def advised(name: str) -> list[dict[str, str]]:
+    """The rows of a table that ``python -m experiments advise`` wrote; none if it did not."""
+    path = ADVISED / name
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def pairs(outcomes: Mapping[str, Outcome]) -> list[Pair]:
+    """All ways on all tasks of which both are known."""
+    said = {(row["task"], row["name"]): row for row in advised("options.csv") if row["change"]}
+    found = []
+    for task, outcome in outcomes.items():
+        for curve in outcome.curves:
+            row = said.get((task, NAMES.get(curve.way.name, "")))
+            control = outcome.same_batch(curve)
+            if row is None or control is None or curve.way.name == EXACT:
+                continue
+            ratio = outcome.ratio(curve, control)
+            if ratio is not None:
+                change, error = float(row["change"]), float(row["error"])
+                found.append(Pair(task, curve.way.label, change, error, ratio))
+    return found
+
+
+def summary(found: Sequence[Pair]) -> dict[str, Any]:
+    """The median miss where a number was found; how many signs were right of those decided."""
+    misses = [pair.miss for pair in found if pair.known]
+    signs = [pair.sign for pair in found if pair.sign is not None]
+    return {
+        "pairs": found,
+        "count": len(misses),
+        "median": median(misses) if misses else math.nan,
+        "right": sum(signs),
+        "decided": len(signs),
+    }
+
+
+def draw(found: Sequence[Pair], out: Path) -> list[Path]:
+    """Found against predicted; a triangle at the edge: not reached."""
+    if not found:
+        return []
+
+    def panel_of(axes: Sequence[Any]) -> None:
+        panel = axes[0]
+        top = max(1.3, *(pair.predicted for pair in found)) + 0.05
+        panel.plot([0.4, top], [0.4, top], color="0.6", lw=0.8)
+        panel.axhline(1, color="0.8", lw=0.6)
+        panel.axvline(1, color="0.8", lw=0.6)
+        for number, pair in enumerate(found):
+            value = min(pair.found.value, top)
+            low, high = value - min(pair.found.low, value), min(pair.found.high, top) - value
+            panel.errorbar(
+                [pair.predicted], [value], yerr=[[low], [max(0.0, high)]], xerr=[2 * pair.error],
+                marker="o" if math.isfinite(pair.found.value) else "^", ms=4, lw=1, capsize=2,
+                color=f"C{number % 10}", label=f"{pair.task}, {pair.way}",
+            )  # fmt: skip
+        panel.legend(fontsize=5, loc="upper left")
+        label_axes(panel, "time to equal quality, over exact", "advise predicted", "found")
+
+    return picture(out, "predictions", 1, panel_of, size=(5.0, 4.2))
