@@ -149,7 +149,7 @@ def _told(
         # A smaller batch of labels has σ²(1/p - 1) more.
         if option.noise * (1 + signal) > LABELS * (1 / sketch.budget - 1):
             found.append(
-                f"dropping tokens ({option.name}) adds noise as dropping their labels would: "
+                f"dropping tokens ({option.name}) adds noise as dropping labels would; "
                 "a loss for each token is best left exact"
             )
             break
