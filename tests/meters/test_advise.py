@@ -13,6 +13,7 @@ from torch import nn
 import sketchprop as sp
 from measure_helpers import Branched, loss_fn, make_batches, mlp
 from sketchprop.meters import Advice, Candidate, Option
+from sketchprop.meters.advising.candidates import rows_seen
 from sketchprop.zoo import ViT
 
 TOKENS = Option(
@@ -147,8 +148,18 @@ def test_a_label_for_each_token_is_warned_of():
     def by_token(model, batch):
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
+    def by_sample(model, batch):
+        return F.cross_entropy(model[-1](model[:-1](batch[0])[:, 0]), batch[1][:, 0])
+
+    def by_first_token(model, batch):
+        return F.cross_entropy(model(batch[0])[:, 0], batch[1][:, 0])
+
     answer = sp.advise(model, by_token, batches, minutes=0.2)
-    assert any("a loss for each token" in text for text in answer.warnings)
+    assert any("each token has a label of its own" in text for text in answer.warnings)
+    for loss in (by_sample, by_first_token):
+        seen = rows_seen(model, loss, batches[0])
+        assert not seen.labelled
+    assert rows_seen(model[:1], by_token, batches[0]) == (1.0, True)  # a single block too
 
 
 def test_an_optimizer_without_a_state_is_warned_of():

@@ -235,8 +235,11 @@ def test_batches_that_training_uses_up(run, mine):
 
 
 def test_measuring_within_minutes(run, mine):
-    report, _ = measured(run, "--model", f"{mine}:make", "--minutes", "0.000001")
-    assert report["variance"]["draws"] == 2
+    report, _ = measured(run, "--model", f"{mine}:make", "--minutes", "1")
+    assert report["variance"]["draws"] == 4
+    code, err = measured(run, "--model", f"{mine}:make", "--minutes", "0.000001")
+    assert code == 2
+    assert "minutes=1e-06 is too short" in err
 
 
 # --- plan and bench --------------------------------------------------------------------------

@@ -102,11 +102,14 @@ class Sketch(ABC):
         return as_call(self)
 
 
-def as_call(made: Any) -> str:
-    """A frozen dataclass with a budget as one would type it: only options that were given."""
+def as_call(made: Any, hidden: str = "") -> str:
+    """A frozen dataclass with a budget as one would type it: only options that were given.
+
+    ``hidden``: an option that follows from others.
+    """
     shown = [repr(made.budget)]
     for field in fields(made)[1:]:
         value = getattr(made, field.name)
-        if value != field.default:
+        if value != field.default and field.name != hidden:
             shown.append(f"{field.name}={value!r}")
     return f"{type(made).__name__}({', '.join(shown)})"

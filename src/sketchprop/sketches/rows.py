@@ -21,7 +21,7 @@ from ..core.cost import Cost, Size, drawing_flops
 from ..core.probabilities import water_fill
 from ..core.samples import Samples
 from ..core.vjp import Vjp
-from .base import Sketch
+from .base import Sketch, as_call
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,6 +126,9 @@ class Rows(RowSketch):
             raise TypeError(
                 f"then={self.then!r} does not sketch a gradient; give for example then=L1(0.3)"
             )
+
+    def __repr__(self) -> str:
+        return as_call(self, hidden="sampling" if self.by == "nonzero" else "")
 
     @property
     def sees(self) -> str:  # type: ignore[override]

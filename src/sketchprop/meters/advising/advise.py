@@ -19,15 +19,13 @@ from ..noise.passes import Loss
 from ..noise.variance import Progress
 from ..restore import check_model, restored
 from .answer import Advice, Option
-from .candidates import Candidate, candidates, live_rows, wasted
+from .candidates import Candidate, candidates, rows_seen, wasted
 from .meter import FOR_HALF, LEAST_PASSES, Meter
 from .race import trial as run_trial
 
 MOST_BATCHES = 8
 USED = 0.95
 """Of the time: a last round may take longer than those before."""
-LABELS = 0.3
-"""Noise over that of fewer labels, from which on each token seems to have its own."""
 
 
 def advise(
@@ -68,7 +66,7 @@ def advise(
     end = start + 60 * minutes * USED
     with restored(model) as buffers:
         unsketch_(model)
-        live = live_rows(model, loss_fn, taken[0])
+        live, labelled = rows_seen(model, loss_fn, taken[0])
         tried, told = candidates(model, live)
         a_pass = seconds_of_a_pass(model, loss_fn, taken[0])
         # A quarter of the time for σ², with as many batches as there are in it.
@@ -93,7 +91,10 @@ def advise(
         if progress is not None:
             progress(1.0)
         if all(option.change is None for option in options):
-            raise ValueError(f"nothing could be tried; {options[0].name}: {options[0].note}")
+            raise ValueError(
+                f"nothing could be tried; {options[0].name}: {options[0].note}. Give more, "
+                f"minutes={2 * minutes:g}, or smaller batches"
+            )
         known = {candidate.name: candidate for candidate in tried}
         advice = Advice(
             options=tuple(options),
@@ -106,7 +107,7 @@ def advise(
             candidates=known,
         )
         chosen = known[advice.closest.name]
-        told += _told(options, meter.signal, optimizer, known) + wasted(chosen, model)
+        told += _told(options, labelled, optimizer, known) + wasted(chosen, model)
     advice = replace(advice, warnings=tuple(told))
     if not trial:
         return advice
@@ -138,21 +139,16 @@ def take_batches(batches: Iterable[Any], minutes: float) -> list[Any]:
 
 
 def _told(
-    options: Sequence[Option], signal: float, optimizer: Any, known: Mapping[str, Candidate]
+    options: Sequence[Option], labelled: bool, optimizer: Any, known: Mapping[str, Candidate]
 ) -> list[str]:
     """What the measurements warn of."""
     found = []
-    for option in options:
-        sketch = known[option.name].sketch
-        if not isinstance(sketch, Tokens) or option.noise is None:
-            continue
-        # A smaller batch of labels has σ²(1/p - 1) more.
-        if option.noise * (1 + signal) > LABELS * (1 / sketch.budget - 1):
-            found.append(
-                f"dropping tokens ({option.name}) adds noise as dropping labels would; "
-                "a loss for each token is best left exact"
-            )
-            break
+    kept = [o.name for o in options if isinstance(known[o.name].sketch, Tokens)]
+    if labelled and kept:
+        found.append(
+            f"each token has a label of its own: dropping tokens ({kept[0]}) adds noise as "
+            "dropping labels would; a loss for each token is best left exact"
+        )
     if optimizer is not None and adaptive(optimizer) and not ready(optimizer):
         found.append(
             "the optimizer has no state yet, so that noise was measured as SGD sees it; ask again "

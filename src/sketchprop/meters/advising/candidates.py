@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ FEW_ZEROS = 0.05
 """Rows of zeros, below which it is not worth looking for them."""
 MANY_ZEROS = 0.6
 """Rows that are not zero, below which keeping all of them is tried."""
+MANY_LABELS = 0.5
+"""Rows of a head that are not zero, from which on each token seems to have its own label."""
 NAMED = 3
 """Of findings of one kind so many are told."""
 
@@ -88,12 +90,23 @@ def wasted(candidate: Candidate, model: nn.Module) -> list[str]:
     return texts[:NAMED] + more
 
 
-def live_rows(model: nn.Module, loss_fn: Loss, batch: Any) -> float:
-    """The share of rows of G that are not zero, the median over linear layers; one exact pass.
+class Rowed(NamedTuple):
+    """What one exact pass shows of the rows of G."""
+
+    live: float
+    """The share that is not zero, the median over linear layers."""
+    labelled: bool
+    """Whether most tokens of the last linear layer have a gradient, each one of its own."""
+
+
+def rows_seen(model: nn.Module, loss_fn: Loss, batch: Any) -> Rowed:
+    """Which rows of G are not zero; one exact pass.
 
     Rows of padding are zero in all layers; where one token is read, most rows of the last block.
+    A head that still has a row for each token belongs to a loss for each token.
     """
     shares: list[Tensor] = []
+    tokens: list[bool] = []
 
     def watch(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
@@ -102,13 +115,17 @@ def live_rows(model: nn.Module, loss_fn: Loss, batch: Any) -> float:
 
     def look(G: Tensor) -> None:
         shares.append((G.abs().amax(-1) != 0).float().mean())
+        tokens.append(G.dim() > 2 and G.shape[-2] > 1)
 
     linear = [m for m in sketchable_layers(model).values() if not _has_kernel(m)]
     with hooked(linear, after=watch):
         parameters = [p for p in model.parameters() if p.requires_grad]
         loss = scalar_loss(loss_fn, model, batch)
         torch.autograd.grad(loss, parameters, allow_unused=True)
-    return median(map(float, shares)) if shares else 1.0
+    if not shares:
+        return Rowed(1.0, False)
+    # Backward meets the last layer first.
+    return Rowed(median(map(float, shares)), tokens[0] and float(shares[0]) > MANY_LABELS)
 
 
 def _has_kernel(layer: nn.Module) -> bool:
