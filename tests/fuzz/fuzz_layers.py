@@ -342,24 +342,30 @@ class Layer:
             self.forward(model, inputs).backward(G)
             for leaf in leaves_of(model, inputs):
                 leaf.grad = None
-        elif step.startswith("budget"):
-            budget = budget_of(step)
-            sp.set_budget_(model, budget)
-            sketch = sketch.with_budget(budget)
-        elif step == "deepcopy":
-            model = copy.deepcopy(model)
-        elif step == "pickle":
-            model = pickle.loads(pickle.dumps(model))
-        elif step == "state":
-            other = self.sketched(plain, sketch)
-            other.load_state_dict(model.state_dict())
-            plain.load_state_dict(other.state_dict())
-            model = other
         elif step == "unsketch":
             sp.unsketch_(model)
             same("unsketch", self.gradients(model, inputs, G), truth)
             model = self.sketched(model, sketch)
+        else:
+            model, sketch = changed(self.sketched, step, model, plain, sketch)
         return model, sketch
+
+
+def changed(sketched: Any, step: str, model: Any, plain: Any, sketch: Any) -> tuple[Any, Any]:
+    """The model after a step that every family knows, and its sketch; others change nothing."""
+    if step.startswith("budget"):
+        sketch = sketch.with_budget(budget_of(step))
+        sp.set_budget_(model, budget_of(step))
+    elif step == "deepcopy":
+        model = copy.deepcopy(model)
+    elif step == "pickle":
+        model = pickle.loads(pickle.dumps(model))
+    elif step == "state":
+        other = sketched(plain, sketch)
+        other.load_state_dict(model.state_dict())
+        plain.load_state_dict(other.state_dict())
+        model = other
+    return model, sketch
 
 
 def budget_of(step: str) -> float | int:

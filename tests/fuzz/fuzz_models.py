@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 import random
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -20,8 +19,8 @@ from fuzz_base import Nothing, by_shape, drawing, filled, holds, mean, pick, sam
 from fuzz_layers import (
     TOLERANCE,
     at_budget_one,
-    budget_of,
     by_nonzero,
+    changed,
     draws_in_forward,
     same_kinds,
 )
@@ -371,19 +370,6 @@ class Model:
                 with sp.exact(model):
                     same("exact", self.gradients(model, x, G), truth)
                     model = copy.deepcopy(model)
-            elif step.startswith("budget"):
-                budget = budget_of(step)
-                sp.set_budget_(model, budget)
-                sketch = sketch.with_budget(budget)
-            elif step == "deepcopy":
-                model = copy.deepcopy(model)
-            elif step == "pickle":
-                model = pickle.loads(pickle.dumps(model))
-            elif step == "state":
-                other = self.sketched(plain, sketch)
-                other.load_state_dict(model.state_dict())
-                plain.load_state_dict(other.state_dict())
-                model = other
             elif step == "unsketch":
                 sp.unsketch_(model)
                 same("unsketch", self.gradients(model, x, G), truth)
@@ -391,6 +377,8 @@ class Model:
             elif step == "step":
                 self._one_step(model, plain, x, G)
                 truth = self.gradients(plain, x, G)
+            else:
+                model, sketch = changed(self.sketched, step, model, plain, sketch)
             holds("state", list(model.state_dict()) == keys, step)
             with drawing(by_shape(self.seed)):
                 found = self.gradients(model, x, G)

@@ -43,7 +43,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("what", "given", "message"), CASES, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(
+    ("what", "given", "message"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x)
+)
 def test_bad_input_is_refused_and_leaves_everything_as_before(what, given, message):
     torch.manual_seed(0)
     usual = {"model": mlp(), "loss": loss_fn, "batches": make_batches(8), "minutes": 0.05}

@@ -79,22 +79,11 @@ def advise(
             )
         meter = Meter(model, loss_fn, taken, optimizer, seed, a_pass)
         buffers.restore()
-        options: list[Option] = []
-        for i, candidate in enumerate(tried):
-            # The first are the most promising: they get what they need at the cost of the last.
-            left = end - monotonic() - FOR_HALF * meter.a_pass
-            share = max(left / (len(tried) - i), LEAST_PASSES * meter.a_pass)
-            options.append(meter.measured(candidate, min(share, left)))
-            if progress is not None:
-                progress((i + 1) / (len(tried) + 1))
+        options = _tried(meter, tried, end, progress)
         control = meter.half(end - monotonic())
         if progress is not None:
             progress(1.0)
-        if all(option.change is None for option in options):
-            raise ValueError(
-                f"nothing could be tried; {options[0].name}: {options[0].note}. Give more, "
-                f"minutes={2 * minutes:g}, or smaller batches"
-            )
+        _check_tried(options, minutes)
         known = {candidate.name: candidate for candidate in tried}
         advice = Advice(
             options=tuple(options),
@@ -122,6 +111,28 @@ def advise(
         seed=seed,
     )
     return replace(advice, trial=found, seconds=monotonic() - start)
+
+
+def _tried(
+    meter: Meter, tried: Sequence[Candidate], end: float, progress: Progress | None
+) -> list[Option]:
+    """Each candidate measured; the first, the most promising, at the cost of the last."""
+    options: list[Option] = []
+    for i, candidate in enumerate(tried):
+        left = end - monotonic() - FOR_HALF * meter.a_pass
+        share = max(left / (len(tried) - i), LEAST_PASSES * meter.a_pass)
+        options.append(meter.measured(candidate, min(share, left)))
+        if progress is not None:
+            progress((i + 1) / (len(tried) + 1))
+    return options
+
+
+def _check_tried(options: Sequence[Option], minutes: float) -> None:
+    if all(option.change is None for option in options):
+        raise ValueError(
+            f"nothing could be tried; {options[0].name}: {options[0].note}. Give more, "
+            f"minutes={2 * minutes:g}, or smaller batches"
+        )
 
 
 def take_batches(batches: Iterable[Any], minutes: float) -> list[Any]:
