@@ -211,6 +211,43 @@ def test_a_gradient_that_is_not_finite_is_seen(row: int, name: str, save: str) -
     assert all(not g.isfinite().all() for g in grads)
 
 
+class Rectified(nn.Module):
+    """A linear layer behind a ReLU that is not spelled out, so it is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.linear(x)) + 0
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ["spelled out", "run again", "compiled"])
+def test_relu_does_not_hide_what_a_dropped_row_had(kind: str, value: float, save: str) -> None:
+    f = Rectified() if kind != "spelled out" else nn.Sequential(nn.Linear(D, D), nn.ReLU())
+    linear = f.linear if isinstance(f, Rectified) else f[0]
+    x = -torch.rand(4, 5, D)
+    with torch.no_grad():
+        linear.weight.fill_(1.0)
+        linear.bias.zero_()
+        x[2, 1] = 1.0  # in the other rows ReLU is off, and torch's backward gives zeros
+    x.requires_grad_()
+    run = partial(branch, f, budget=0.1, save=save)
+    if kind == "compiled":
+        torch._dynamo.reset()
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    direction = torch.ones_like(x)
+    direction[2, 1, 1] = value
+    for _ in range(5):  # of which some drop that row, where it can be dropped
+        grads = torch.autograd.grad(run(x), [x, *f.parameters()], direction)
+        assert all(not g.isfinite().all() for g in grads)
+    direction[2, 1] = 0.0
+    grads = torch.autograd.grad(run(x), [x, *f.parameters()], direction)
+    assert all(not g.any() for g in grads)
+
+
 def test_saving_the_input_keeps_nothing_else() -> None:
     f = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 100), nn.GELU(), nn.Linear(100, D))
     x = torch.randn(8, 16, D, requires_grad=True)

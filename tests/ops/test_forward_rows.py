@@ -69,6 +69,32 @@ def test_the_op_is_unbiased_and_dx_and_db_are_exact(sketch, planner, shape, batc
     torch.testing.assert_close(mean, true[1], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(
+    ("input", "rows"),
+    [
+        (sp.Rows(2, then=sp.Variance(0.4, sampling="independent")), 3),  # draws twice, by rows
+        (sp.ColumnMask(3), 100),  # more rows than there are: all of them, in their order
+    ],
+    ids=["rows, then columns", "all rows"],
+)
+def test_rows_of_x_belong_to_the_side_that_drew_them(input, rows, batch_first):
+    sketch = sp.Split(input=input, weight=sp.ForwardRows(rows), exact_bias=False)
+    x = torch.randn(2, 3, 2).double().requires_grad_()
+    weight = torch.randn(4, 2).double().requires_grad_()
+    G = torch.randn(2, 3, 4).double()
+    samples = Samples.of((2, 3), 0 if batch_first else 1)
+    true = exact_gradients(G.view(6, 4), weight.detach(), x.detach().view(6, 2))
+
+    def gradients(uniforms):
+        y = sp.sketched_linear(x, weight, None, sketch, samples=samples, uniforms=uniforms)
+        return torch.autograd.grad(y, (x, weight), G)
+
+    dX, dW = sp.expectation(gradients)
+    torch.testing.assert_close(dX.view(6, 2), true[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(dW, true[1], rtol=0, atol=1e-10)
+
+
 def test_the_running_norms_are_followed_with_a_floor():
     samples, planner, sketch = Samples(1, 5, 3), sp.RunningNorms(), sp.ForwardRows(2)
     X = torch.ones(15, 2).double()

@@ -160,6 +160,8 @@ def _compact(
         sketch = sketch.rest
     if isinstance(sketch, Sketch):
         return form.draw(sketch, vjp, planner, uniforms)
+    if index is not None:  # X is not whole; its rows belong to the side that drew them
+        vjp = vjp._replace(X=None)
     sides: list[CompactGradient] = []
     for side in (sketch.input, sketch.weight):
         if side is None or side.keeps_all(*_sizes(vjp)):

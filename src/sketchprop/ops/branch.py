@@ -16,7 +16,7 @@ from .backward import refuse_second_backward
 from .kept import Carry, Kept, draw_batch, draw_queries, keep, keep_among, kept_count, row_norms
 from .passes import asked, one_source
 from .replayed import check_rows, recorded, replayed
-from .rowwise import Chain, Grads, KeptTape, Parameters, Tape, Wants, read
+from .rowwise import Chain, Grads, KeptTape, Parameters, Tape, Wants, not_finite, read
 
 SAVES = ("activations", "input")
 NONZERO = 0
@@ -191,7 +191,7 @@ class _Replayed(torch.autograd.Function):
             with torch.enable_grad():
                 Y = replayed(ctx.f, X, parts, products=products)
                 inputs = [X, *wants] if X.requires_grad else wants
-                found = torch.autograd.grad(Y, inputs, kept.values, allow_unused=True)
+                found = seen(torch.autograd.grad(Y, inputs, kept.values, allow_unused=True), kept)
             dx = None
             if X.requires_grad:
                 if found[0] is not None:
@@ -231,8 +231,8 @@ class _Recomputed(torch.autograd.Function):
                 return y
 
             Y, pull = torch.func.vjp(run, X, *P)  # type: ignore[misc]
-            dX, *grads = pull(kept.values.to(Y.dtype))
-            dx = _scattered(ctx, dX, kept.rows, grad, x) if needs[0] else None
+            dX, *grads = seen(pull(kept.values.to(Y.dtype)), kept)
+            dx = _scattered(ctx, dX, kept.rows, grad, x) if dX is not None and needs[0] else None
         return (dx, *carried, None, None, *as_wanted(tuple(grads), tuple(P), needs[5:]))
 
 
@@ -275,6 +275,12 @@ def drawn(
     part = Kept(rows, scaled(few, scale))
     carried = scaled(few, scale - 1), rows.to(wide_dtype(G))
     return keep_among(part, settings.rank, uniforms), carried
+
+
+def seen(grads: Iterable[Tensor | None], kept: Kept) -> Grads:
+    """The same gradients, NaN where what was drawn is not finite and f cut that off."""
+    mark = not_finite(kept.values)
+    return tuple(None if g is None else g + mark.to(g.dtype) for g in grads)
 
 
 def _scattered(ctx: Any, dX: Tensor, index: Tensor, grad: Tensor, x: Tensor) -> Tensor:

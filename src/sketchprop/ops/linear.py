@@ -63,7 +63,7 @@ def sketched_linear(
     if isinstance(sketch, Sketch) and "G" not in sketch.sees:
         pair = Split(input=None, weight=sketch)
     method = Method(pair, planner, accumulate, uniforms)
-    if not isinstance(pair, Split) or pair.forward is None:
+    if not isinstance(pair, Split) or pair.forward is None or pair.forward.keeps_all(rows, n, d):
         return sketched(x, weight, bias, form, method)
     if not weight.requires_grad:  # no dW, no rows to save
         if pair.input is None:

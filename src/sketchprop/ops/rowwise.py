@@ -380,8 +380,18 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a if b is None else b if a is None else a + b
 
 
+def not_finite(g: Tensor) -> Tensor:
+    """0, or NaN where a kept row is not finite, which a dropped one makes of all that are kept.
+
+    It is added to gradients that went through a function that cuts NaN off, as ReLU does: what
+    was seen of a dropped row would be gone with the kept ones.
+    """
+    return (0 * g[:, :1]).sum()
+
+
 def _relu_back(g: Tensor, x: Tensor, y: Tensor) -> Tensor:
     out: Tensor = _aten.threshold_backward(g, y, 0)
+    out[:, :1] += not_finite(g)  # a NaN draw may keep one row twice: in each of them
     return out
 
 
