@@ -118,10 +118,13 @@ class Outcome:
         exact = [c for c in self.curves if c.way.name == EXACT and c.batch == curve.batch]
         return exact[0] if exact else None
 
-    def ratio(self, curve: Curve, control: Curve | None = None) -> Ratio | None:
+    def ratio(
+        self, curve: Curve, control: Curve | None = None, *, beyond: bool = False
+    ) -> Ratio | None:
         """Over all resamples of the seeds, way and control by the same seeds.
 
-        ``control``: another than exact training at its best.
+        ``control``: another than exact training at its best. ``beyond``: where a way does not get
+        there in the whole time, how much sooner the control has what the way has then.
         """
         control = control or self.control
         if control is None or 1.0 not in control.points:
@@ -129,8 +132,11 @@ class Outcome:
         every = range(len(self.contest.seeds))
 
         def one(seeds: Sequence[int]) -> float:
-            target = control.mean(1.0, seeds)
-            return reached([(s, curve.mean(s, seeds)) for s in curve.shares], target)
+            found = reached(_means(curve, seeds), control.mean(1.0, seeds))
+            if math.isfinite(found) or not beyond or 1.0 not in curve.points:
+                return found
+            sooner = reached(_means(control, seeds), curve.mean(1.0, seeds))
+            return 1 / sooner if sooner > control.shares[0] else math.inf
 
         resampled = sorted(map(one, itertools.product(every, repeat=len(every))))
         edge = (1 - LEVEL) / 2
@@ -143,6 +149,10 @@ class Outcome:
             return self.contest.length / curve.steps / self.costs[f"/{curve.batch}"]
         own = self.costs[f"{curve.way.sketch}/{curve.batch}"]
         return own / self.costs[f"/{curve.batch}"]
+
+
+def _means(curve: Curve, seeds: Sequence[int]) -> list[tuple[float, float]]:
+    return [(share, curve.mean(share, seeds)) for share in curve.shares]
 
 
 def reached(points: Sequence[tuple[float, float]], target: float) -> float:

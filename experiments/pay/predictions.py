@@ -14,7 +14,9 @@ from .outcome import Outcome, Ratio
 from .ways import EXACT
 
 ADVISED = Path("docs/results/advise")
-NAMES = {"tokens-0.3": "Tokens(0.3)", "tokens-0.2": "Tokens(0.2)", "rows-0.3": "Rows(0.3)"}
+NAMES = {
+    **{f"tokens-{p}": f"Tokens({p})" for p in (0.3, 0.2, 0.169)}, "rows-0.3": "Rows(0.3)",
+}  # fmt: skip
 """Of ways, as ``advise`` names them."""
 
 
@@ -66,7 +68,7 @@ def pairs(outcomes: Mapping[str, Outcome]) -> list[Pair]:
             control = outcome.same_batch(curve)
             if row is None or control is None or curve.way.name == EXACT:
                 continue
-            ratio = outcome.ratio(curve, control)
+            ratio = outcome.ratio(curve, control, beyond=True)
             if ratio is not None:
                 change, error = float(row["change"]), float(row["error"])
                 found.append(Pair(task, curve.way.label, change, error, ratio))
