@@ -1,12 +1,7 @@
 """What is in the Markdown pages: code blocks, commands, links, headings.
 
-A fenced block ``python`` is run. What it needs and a reader does not stands before it, hidden:
-
-    <!-- run:
-    model = nn.Linear(64, 10)
-    -->
-
-and a block that cannot be run says why: ``<!-- not run: needs two machines -->``. What a block
+The fenced blocks ``python`` of a page are run, in order and as they stand: nothing that they need
+is hidden. One that cannot be run says why: ``<!-- not run: needs two machines -->``. What a block
 prints may stand below it, in a block ``text`` after ``<!-- output -->`` (the same but for
 numbers) or ``<!-- output of one run -->`` (words may differ too, as the advice of a meter does).
 ``python docs/show_outputs.py`` writes it there.
@@ -27,7 +22,6 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 
 _FENCE = re.compile(r"^(`{3,})(\S*)\n(.*?)^\1`*$", re.MULTILINE | re.DOTALL)
-_HIDDEN = re.compile(r"^<!-- run:\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 _NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\n\Z")
 _OUTPUT = re.compile(r"<!-- output( of one run)? -->\n\Z")
 _LINK = re.compile(r"(?<!\\)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]+)\)")
@@ -35,7 +29,7 @@ _LINK = re.compile(r"(?<!\\)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, or a hidden one (``language="run"``)."""
+    """A fenced block."""
 
     page: Path
     line: int
@@ -66,9 +60,7 @@ def blocks(page: Path) -> list[Block]:
         output = "" if not shown else "one run" if shown[1] else "same"
         line = text.count("\n", 0, match.start()) + 2
         found.append(Block(page, line, match[2], match[3], reason[1] if reason else "", output))
-    for match in _HIDDEN.finditer(text):
-        found.append(Block(page, text.count("\n", 0, match.start()) + 2, "run", match[1]))
-    return sorted(found, key=lambda block: block.line)
+    return found
 
 
 def run(page: Path) -> Iterator[tuple[Block, str]]:
@@ -79,7 +71,7 @@ def run(page: Path) -> Iterator[tuple[Block, str]]:
     sys.modules["page"] = module
     try:
         for block in blocks(page):
-            if block.language in ("python", "run") and not block.not_run:
+            if block.language == "python" and not block.not_run:
                 lines = "\n" * (block.line - 1) + block.code
                 printed = io.StringIO()
                 with contextlib.redirect_stdout(printed):
@@ -108,7 +100,7 @@ def commands(block: Block) -> Iterator[str]:
 def links(page: Path) -> Iterator[tuple[int, str]]:
     """Line and target of each link and image outside of code."""
     text = page.read_text(encoding="utf-8")
-    for pattern in (_FENCE, _HIDDEN, re.compile(r"`[^`\n]+`")):
+    for pattern in (_FENCE, re.compile(r"`[^`\n]+`")):
         text = pattern.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
     for match in _LINK.finditer(text):
         yield text.count("\n", 0, match.start()) + 1, match[1]

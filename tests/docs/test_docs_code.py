@@ -48,20 +48,6 @@ def test_blocks_that_are_not_run_are_few_and_say_why():
     assert len(left) <= MAY_STAY, [f"{b.where}: {b.not_run}" for b in left]
 
 
-OWN_SETUP = {"docs/tokens.md", "docs/measuring.md", "docs/budgets.md"}
-"""Pages that still hide what their snippets need; no new ones."""
-
-
-def test_what_a_snippet_needs_is_not_hidden():
-    hidden = {
-        b.page.relative_to(ROOT).as_posix()
-        for p in pages()
-        for b in blocks(p)
-        if b.language == "run"
-    }
-    assert hidden <= OWN_SETUP
-
-
 def test_a_changed_output_is_noticed():
     shown = "sketch  kept\n------  -----\nL1(0.1)  0.100"
     assert without_numbers(shown) == without_numbers("sketch kept\n---- ----\nL1(0.3) 0.25")
