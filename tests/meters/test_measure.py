@@ -286,10 +286,12 @@ def test_activation_checkpointing_measures_the_same():
     model = Checkpointed(mlp())
     sp.sketch_(model, sp.L1(0.5), lambda module, name: True)
     batches = make_batches(2)
-    plain = measure_variance(model, loss_fn, batches, draws=4, nodes=False)
+    plain = measure_variance(model, loss_fn, batches, draws=4)
     model.on = True
-    again = measure_variance(model, loss_fn, batches, draws=4, nodes=False)
+    again = measure_variance(model, loss_fn, batches, draws=4)
     assert again.added.value == pytest.approx(plain.added.value, rel=1e-5)
+    for one, other in zip(again.nodes, plain.nodes, strict=True):
+        assert one.samples.local.value == pytest.approx(other.samples.local.value, rel=1e-5)
     for a, b in zip(again.layers, plain.layers, strict=True):
         assert a.injected.value == pytest.approx(b.injected.value, rel=1e-5)
 

@@ -71,6 +71,11 @@ class Switch:
         """Between forward and backward: what is called from now on is a recomputation."""
         self._recording = False
 
+    def back_to_exact(self) -> None:
+        """Before more of an exact pass's backward: what it computes again is exact too."""
+        self._calls.clear()
+        self._exact = True
+
     def _index(self, module: nn.Module) -> int:
         call = self._calls[module]
         self._calls[module] += 1

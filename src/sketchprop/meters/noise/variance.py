@@ -281,6 +281,7 @@ class _VarianceMeter:
         for name, value in injected.items():
             self.layers[name][-1].append(value)
         if record is not None and sketched_record is not None:
+            self.gradients.switch.back_to_exact()
             self.nodes.add(record, sketched_record)
 
     def report(self, draws: int, sketches: dict[str, str]) -> VarianceReport:
