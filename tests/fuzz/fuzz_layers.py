@@ -228,7 +228,15 @@ class Layer:
             bad.view(-1)[rng.randrange(bad.numel())] = value
             with drawing(by_shape(self.seed)):
                 found = self.gradients(model, inputs, bad)
-            see_what_is_not_finite(found, self.gradients(plain, inputs, bad))
+            truth = self.gradients(plain, inputs, bad)
+            if self.kind.startswith("conv"):
+                # A kernel that meets nothing but padding: which 0 · NaN torch computes there
+                # depends on its algorithm, and that on the number of samples.
+                seen = self.gradients(plain, inputs, (~bad.isfinite()).to(bad.dtype))
+                truth = [
+                    t if s is None or s.any() else None for t, s in zip(truth, seen, strict=True)
+                ]
+            see_what_is_not_finite(found, truth)
 
     def _passes(self, plain: nn.Module, inputs: Sequence[Tensor], G: Tensor) -> None:
         """Some gradients, in two passes, twice, into ``.grad``: all as in one pass."""

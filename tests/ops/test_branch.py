@@ -248,6 +248,17 @@ def test_relu_does_not_hide_what_a_dropped_row_had(kind: str, value: float, save
     assert all(not g.any() for g in grads)
 
 
+@pytest.mark.parametrize("rows", [0, 3])
+def test_where_nothing_is_dropped_f_itself_is_called(rows: int) -> None:
+    f = nn.Sequential(nn.Dropout(0.5), nn.ReLU())
+    called = []
+    f.register_forward_hook(lambda *_: called.append(1))
+    x = torch.randn(rows, D, requires_grad=True)
+    branch(f, x, 0.5 if rows == 0 else 1.0, residual=True).sum().backward()
+    assert called
+    assert x.grad is not None
+
+
 def test_saving_the_input_keeps_nothing_else() -> None:
     f = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 100), nn.GELU(), nn.Linear(100, D))
     x = torch.randn(8, 16, D, requires_grad=True)

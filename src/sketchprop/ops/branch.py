@@ -91,7 +91,7 @@ def branch(
         )
     exact = rows == 0 or rank >= rows or x.is_meta
     if exact or not wanted or not torch.is_grad_enabled():
-        y = (f if known is None else known)(x)
+        y = f(x)
         return x + y if residual else y
     samples = Samples.of(tuple(x.shape[:-1]), sample_dim)
     first, second, capacity = (None, None, 0) if carry is None else carry
