@@ -112,7 +112,9 @@ class Contest:
     length: int = 0
     """The whole time, in exact steps at the middle batch size."""
     batches: tuple[int, ...] = ()
-    """Sizes that exact training and ``Tokens(0.3)`` try; time is in steps at the middle one."""
+    """Sizes that exact training and ``Tokens(0.3)`` try."""
+    unit: int = 0
+    """The one whose exact steps are the unit of time; 0: the middle one."""
     rates: tuple[float, ...] = ()
     ways: tuple[str, ...] = (EXACT, "tokens-0.3", "tokens-0.2", "rows-0.3", "tuner")
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
@@ -127,7 +129,7 @@ class Contest:
 
     @property
     def middle(self) -> int:
-        return self.batches[len(self.batches) // 2]
+        return self.unit or self.batches[len(self.batches) // 2]
 
     def check(self, where: str) -> Contest:
         _task(self.task)
@@ -139,6 +141,8 @@ class Contest:
             raise ExperimentError(f"{where}: rates = {list(self.rates)}; give five, falling")
         if EXACT not in self.ways or not self.batches or not self.length:
             raise ExperimentError(f"{where}: length, batches and the way {EXACT!r} are needed")
+        if self.middle not in self.batches:
+            raise ExperimentError(f"{where}: unit = {self.unit} is none of {list(self.batches)}")
         return self
 
     @property

@@ -177,6 +177,7 @@ def test_a_peer_is_timed_at_the_ratios_that_were_asked_for():
         ('task = "vit"\nways = ["l3"]', "way 'l3' is unknown; use some of exact"),
         ('task = "vit"\nrates = [0.1]', "give five, falling"),
         ('task = "vit"\nlength = 0', "length, batches and the way 'exact' are needed"),
+        ('task = "vit"\nunit = 7', "unit = 7 is none of [8]"),
         ('task = "vit"\nwarmup = 3', "warmup is unknown"),
     ],
 )
