@@ -176,13 +176,12 @@ class Plan:
         """Each way with each batch size it has, as far as these are known."""
         if not self.contest.trained:
             return []
-        best = self.best_batch(find_way(EXACT))
-        own = () if best is None else (best,)
-        return [
-            (way, size)
-            for way in map(find_way, self.contest.ways)
-            for size in (self.contest.batches if way.sizes else own)
-        ]
+        found = []
+        for way in map(find_way, self.contest.ways):
+            best = None if way.sizes else self.best_batch(way)
+            own = () if best is None else (best,)
+            found += [(way, size) for size in (self.contest.batches if way.sizes else own)]
+        return found
 
     def tried(self, way: Way, batch: int) -> list[Run]:
         """Those that choose the rate: three, and one more where the best is at an edge."""
@@ -207,7 +206,8 @@ class Plan:
     def best_batch(self, way: Way) -> int | None:
         """The size that did best on validation data; ``None`` while it is not known."""
         if not way.sizes:
-            return self.best_batch(find_way(EXACT))
+            leader = way.follows if way.follows in self.contest.ways else EXACT
+            return self.best_batch(find_way(leader))
         found = {size: self.chosen(way, size) for size in self.contest.batches}
         known = {size: self.scores[run.identity] for size, run in found.items() if run}
         return max(known, key=lambda size: known[size]) if len(known) == len(found) else None

@@ -20,6 +20,7 @@ from ..lab.trainer import Batch
 from ..vcas import VCASController
 
 EXACT = "exact"
+KEPT = "tokens-0.3"
 TUNER = "tuner"
 PEER = "vcas"
 PEER_POINTS = ((1.0, 1.0), (0.5, 1.0), (0.5, 0.5))
@@ -40,7 +41,9 @@ class Way:
     control: str = ""
     """What moves the budgets while the model trains."""
     sizes: bool = False
-    """Whether it tries all batch sizes; else it takes the one that is best for exact training."""
+    """Whether it tries all batch sizes."""
+    follows: str = EXACT
+    """Else: the way whose best one it takes."""
     shares: tuple[float, ...] = ()
     """The lengths of time it runs at; empty: all."""
 
@@ -56,10 +59,18 @@ class Way:
 
 _WAYS = (
     Way(EXACT, "exact", "", "k", sizes=True),
-    Way("tokens-0.3", "Tokens(0.3)", "Tokens(0.3)", "C0", sizes=True),
-    Way("tokens-0.2", "Tokens(0.2)", "Tokens(0.2)", "C0", "--", shares=(0.5, 1.0)),
+    Way(KEPT, "Tokens(0.3)", "Tokens(0.3)", "C0", sizes=True),
+    Way("tokens-0.2", "Tokens(0.2)", "Tokens(0.2)", "C0", "--", follows=KEPT, shares=(0.5, 1.0)),
     # What `advise` says to type for the yields, whose reactions are padded: 0.2 of the others.
-    Way("tokens-0.169", "Tokens(0.169)", "Tokens(0.169)", "C5", "--", shares=(0.5, 1.0)),
+    Way(
+        "tokens-0.169",
+        "Tokens(0.169)",
+        "Tokens(0.169)",
+        "C5",
+        "--",
+        follows=KEPT,
+        shares=(0.5, 1.0),
+    ),
     Way(TUNER, "Tuner", "Tokens(0.3)", "C2", control=TUNER, shares=(0.5, 1.0)),
     Way("rows-0.3", "Rows(0.3) by token", 'Rows(0.3, unit="token")', "C1", ":", shares=(1.0,)),
     Way(PEER, "VCAS", "", "C4", ":", control=PEER, shares=(1.0,)),

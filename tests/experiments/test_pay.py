@@ -155,6 +155,19 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_score(way, tmp_path):
     assert whole.steps == again.steps
 
 
+def test_other_budgets_take_the_batch_of_kept_tokens_and_rows_that_of_exact_training():
+    contest = replace(CONTEST, ways=("exact", "tokens-0.3", "tokens-0.2", "rows-0.3"))
+    costs = costs_of(contest)
+    rows = played(
+        contest, costs, lambda run: float(run.cell.batch == (8 if run.cell.way == "exact" else 4))
+    )
+    sizes = {curve.way.name: curve.batch for curve in Outcome(contest, costs, rows).curves[3:]}
+    assert sizes == {"tokens-0.3": 4, "tokens-0.2": 4, "rows-0.3": 8}
+    alone = replace(contest, ways=("exact", "tokens-0.2"))
+    sides = {way.name: size for way, size in Outcome(alone, costs, rows).plan.sides}
+    assert sides["tokens-0.2"] == 8
+
+
 def test_ratios_are_taken_round_by_round_and_only_what_is_missing_is_timed():
     found = compared({"/8": [1.0, 2.0, 4.0], "Tokens(0.3)/8": [0.5, 1.0, 4.0]}, "/8")
     assert found["costs"] == {"/8": 1.0, "Tokens(0.3)/8": 0.5}
