@@ -21,6 +21,8 @@ from .ways import CONTROLS, EXACT, Way, find_way
 
 FIRST = (1, 2, 3)
 """The places of the rates that are tried first; of the two beside them one may follow."""
+SHOWN = 3
+"""Batch sizes of exact training that are reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,9 +210,13 @@ class Plan:
         if not way.sizes:
             leader = way.follows if way.follows in self.contest.ways else EXACT
             return self.best_batch(find_way(leader))
+        return next(iter(self.ranked(way)), None)
+
+    def ranked(self, way: Way) -> list[int]:
+        """Its batch sizes, the one that did best on validation data first; empty: not known yet."""
         found = {size: self.chosen(way, size) for size in self.contest.batches}
         known = {size: self.scores[run.identity] for size, run in found.items() if run}
-        return max(known, key=lambda size: known[size]) if len(known) == len(found) else None
+        return sorted(known, key=lambda size: -known[size]) if len(known) == len(found) else []
 
     def reported(self, way: Way, batch: int, share: float) -> list[Run]:
         """One for each seed; none while the rate is not chosen."""
@@ -221,10 +227,9 @@ class Plan:
         return [Run(cell, chosen.rate_index, seed) for seed in self.contest.seeds]
 
     def shares(self, way: Way, batch: int) -> tuple[float, ...]:
-        """At a size that is not its best, exact training runs to the end alone, others do not."""
-        best = self.best_batch(way)
-        if batch != best:
-            return (1.0,) if way.name == EXACT and best is not None else ()
+        """At its second and third best size exact training runs to the end alone, others do not."""
+        if batch != self.best_batch(way):
+            return (1.0,) if way.name == EXACT and batch in self.ranked(way)[:SHOWN] else ()
         return way.shares or self.contest.shares
 
     def runs(self) -> Iterator[Run]:
