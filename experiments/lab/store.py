@@ -52,19 +52,25 @@ class Schema:
 
 
 class Store:
-    """One SQLite file, written by one process at a time; every ``add`` is one transaction."""
+    """One SQLite file, written by one process at a time; every ``add`` is one transaction.
+
+    Where only a table was kept, as in a clone, a new one begins with its runs.
+    """
 
     def __init__(self, folder: Path, schema: Schema) -> None:
         self.folder, self.schema = folder, schema
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(folder / f"{DATABASE}.lock")
+            begun = not (folder / DATABASE).is_file() and (folder / TABLE).is_file()
+            kept = _read_table(folder / TABLE, schema) if begun else []
             self.connection = sqlite3.connect(folder / DATABASE, PATIENCE, isolation_level=None)
             self.connection.execute("PRAGMA synchronous=FULL")
             columns = ", ".join(f"{name} NOT NULL" for name in schema.columns[1:])
             self.connection.execute(
                 f"CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, {columns})"
             )
+        self.add(kept)
 
     def add(self, rows: Sequence[Row]) -> None:
         """All of the rows or, if anything goes wrong, none."""
@@ -107,8 +113,17 @@ def read_rows(folder: Path, schema: Schema) -> list[Row]:
             return _read_database(connection, schema)
     if not table.is_file():
         raise ExperimentError(f"{folder} holds no results: neither {DATABASE} nor {TABLE}")
+    return _read_table(table, schema)
+
+
+def _read_table(table: Path, schema: Schema) -> list[Row]:
     with table.open(newline="", encoding="utf-8") as file:
-        return [schema.unpacked(row) for row in csv.DictReader(file)]
+        try:
+            return [schema.unpacked(row) for row in csv.DictReader(file)]
+        except (KeyError, ValueError, TypeError) as error:
+            raise ExperimentError(
+                f"{table} is no table of these runs ({error!r}); move it away to start anew"
+            ) from error
 
 
 def write_table(rows: Sequence[Row], folder: Path, schema: Schema) -> Path:

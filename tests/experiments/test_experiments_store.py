@@ -37,6 +37,17 @@ def test_rows_come_back_as_they_were(tmp_path):
         expected = store.rows()
     (tmp_path / stored.DATABASE).unlink()
     assert read_rows(tmp_path, SCHEMA) == expected
+    with Store(tmp_path, SCHEMA) as store:  # as in a clone, which has the table alone
+        assert store.rows() == expected
+        store.add([row("c")])
+    assert len(read_rows(tmp_path, SCHEMA)) == 3
+
+
+def test_a_table_of_other_runs_is_not_gone_on_from(tmp_path):
+    (tmp_path / stored.TABLE).write_text("run,colour\na,red\n")
+    for _ in range(2):
+        with pytest.raises(ExperimentError, match="move it away to start anew"):
+            Store(tmp_path, SCHEMA)
 
 
 def test_no_run_twice_and_no_part_of_a_stack(tmp_path):
