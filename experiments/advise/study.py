@@ -19,15 +19,19 @@ from ..lab.checkpoints import FOLDER, Checkpoint
 from ..lab.pages import made_on, number_text, read_json, write_csv, write_json
 from ..lab.problem import Problem
 from ..lab.study import MeasuredStudy
-from ..lab.trainer import Batch, generator
+from ..lab.trainer import Batch, Trainer, generator
+from ..pay.predictions import draw
+from ..pay.predictions import summary as summary_of_pairs
 from ..tasks.table import TASKS
 from .problems import paper_mlp, resnet
+from .trials import cells, least, pairs, try_out
 
 STAY, TOKENS = "stay exact", "Tokens"
 EXPECTED = {"mlp": STAY, "gpt": STAY, "resnet": STAY, "vit": TOKENS, "yields": TOKENS}
 """What the answer has to be; the others are whatever a trial confirms."""
 OWN = {"mlp": (paper_mlp, 0.1, 150), "resnet": (resnet, 1e-3, 50)}
 """Beside the real tasks: how it is made, its rate, and steps of training."""
+TRIALS = "trials.json"
 ORDER = ("mlp", "gpt", "resnet", "vit", "yields", "mrpc", "sst2", "sst2-padded")
 
 
@@ -53,8 +57,8 @@ def problem_of(name: str, small: bool) -> tuple[Problem, float, int]:
     return task.problem(small), task.rate, task.moments[1] // 3
 
 
-def ask(name: str, settings: Settings, out: Path) -> tuple[Advice, dict[str, Any]]:
-    """Trains for a while, and then asks, with the optimizer that trained; it is kept on disk."""
+def trained(name: str, settings: Settings, out: Path) -> tuple[Problem, Trainer, int]:
+    """A task after so many steps of training, which are kept on disk."""
     problem, rate, usual = problem_of(name, settings.size == "small")
     steps = usual if settings.steps < 0 else settings.steps
     trainer = problem.trainer(rate, 0, [steps + 1])
@@ -64,6 +68,12 @@ def ask(name: str, settings: Settings, out: Path) -> tuple[Advice, dict[str, Any
     else:
         trainer.run_to(steps)
         kept.offer(trainer.state)
+    return problem, trainer, steps
+
+
+def ask(name: str, settings: Settings, out: Path) -> tuple[Advice, dict[str, Any]]:
+    """Asks, with the optimizer that trained before."""
+    problem, trainer, steps = trained(name, settings, out)
 
     def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
         return problem.loss_of(model, batch)
@@ -81,6 +91,10 @@ class AdviseStudy(MeasuredStudy):
         super().add_options(parser)
         parser.add_argument("--task", choices=ORDER, help="only this one, anew")
         parser.add_argument("--minutes", type=float, help="instead of the preset's: a busy machine")
+        parser.add_argument(
+            "--trial", type=float, metavar="MINUTES",
+            help="then train on each task for so long, exact and with the best that was found",
+        )  # fmt: skip
 
     def measure(self, settings: Settings, out: Path, options: argparse.Namespace) -> None:
         """Adds the tasks that are missing; one that is named is asked again."""
@@ -88,6 +102,9 @@ class AdviseStudy(MeasuredStudy):
             settings = replace(settings, minutes=options.minutes)
         stored = out / "results.json"
         found: dict[str, Any] = read_json(stored) if stored.is_file() else {}
+        if options.trial:
+            self._try(settings, out, options, found)
+            return
         for name in settings.tasks:
             if options.task not in (None, name) or (name in found and not options.task):
                 continue
@@ -98,6 +115,24 @@ class AdviseStudy(MeasuredStudy):
             if not options.quiet:
                 said = advice.headline().partition("\n")[0]
                 sys.stderr.write(f"{name}, {advice.seconds:.0f} s: {said} {advice.line}\n")
+
+    def _try(
+        self, settings: Settings, out: Path, options: argparse.Namespace, asked: dict[str, Any]
+    ) -> None:
+        """Of what was asked before; one that is named is tried again."""
+        if not asked:
+            raise ExperimentError("nothing was asked yet; give the command without --trial first")
+        tried = _trials(out)
+        for name, answer in asked.items():
+            if options.task not in (None, name) or (name in tried and not options.task):
+                continue
+            problem, trainer, _ = trained(name, settings, out)
+            line = try_out(problem, trainer, answer, options.trial)
+            tried = {**_trials(out), name: line}
+            write_json(out / TRIALS, {task: tried[task] for task in ORDER if task in tried})
+            if not options.quiet:
+                found = "-" if line["found"] is None else f"{line['found']:.2f}"
+                sys.stderr.write(f"{name}, {line['way']}: {line['predicted']:.2f}, {found}\n")
 
     def results(self, settings: Settings, out: Path) -> tuple[list[Path], dict[str, Any]]:
         found = read_json(out / "results.json")
@@ -111,7 +146,13 @@ class AdviseStudy(MeasuredStudy):
             write_csv(out / "summary.csv", summary),
             write_csv(out / "options.csv", options),
         ]
+        trials = _trials(out)
+        if trials:
+            written += draw(pairs(trials), out)
         facts = {
+            "trials": [cells(task, line) for task, line in trials.items()],
+            "trial": next(iter(trials.values()), None),
+            "held": summary_of_pairs(pairs(trials)),
             "lines": [_cells(line) for line in summary],
             "found": found,
             "tables": {name: _table(line) for name, line in found.items()},
@@ -122,9 +163,14 @@ class AdviseStudy(MeasuredStudy):
         return written, facts
 
 
+def _trials(out: Path) -> dict[str, Any]:
+    path = out / TRIALS
+    found: dict[str, Any] = read_json(path) if path.is_file() else {}
+    return found
+
+
 def _summary(name: str, line: dict[str, Any]) -> dict[str, Any]:
-    measured = [o for o in line["options"] if o["change"] is not None]
-    least = min(measured, key=lambda option: option["change"])
+    best = least(line)
     answer = line["line"] or STAY
     wanted = EXPECTED.get(name, "")
     return {
@@ -132,9 +178,9 @@ def _summary(name: str, line: dict[str, Any]) -> dict[str, Any]:
         "steps": line["steps"],
         "answer": answer,
         "change": line["change"],
-        "least": least["name"],
-        "least_change": least["change"],
-        "least_error": least["error"],
+        "least": best["name"],
+        "least_change": best["change"],
+        "least_error": best["error"],
         "half_batch": None if line["control"] is None else line["control"]["change"],
         "signal": line["signal"],
         "live": line["live"],

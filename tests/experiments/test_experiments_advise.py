@@ -58,6 +58,23 @@ def test_every_task_is_asked_once_and_the_page_has_a_line_for_each(tmp_path, cap
     capsys.readouterr()
 
 
+def test_a_trial_of_what_was_found_stands_beside_the_prediction(tmp_path, capsys):
+    assert call(tmp_path, "--trial", "0.05") == 1
+    assert "without --trial first" in capsys.readouterr().err
+    assert call(tmp_path, "--task", "vit") == 0
+    assert "Predicted and tried" not in (tmp_path / "README.md").read_text()
+    assert call(tmp_path, "--trial", "0.05") == 0
+    (line,) = json.loads((tmp_path / "trials.json").read_text()).values()
+    options = json.loads((tmp_path / "results.json").read_text())["vit"]["options"]
+    least = min(options, key=lambda option: option["change"])
+    assert (line["way"], line["predicted"]) == (least["name"], least["change"])
+    assert min(line["steps"]) >= 8
+    page = (tmp_path / "README.md").read_text()
+    assert "Predicted and tried" in page
+    assert f"`{least['name']}`" in page
+    capsys.readouterr()
+
+
 def test_a_task_that_is_not_known_is_refused(tmp_path, capsys):
     preset = tmp_path / "mine.toml"
     preset.write_text('[protocol]\nsize = "small"\ntasks = ["mnist"]\n')
