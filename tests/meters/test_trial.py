@@ -1,6 +1,7 @@
 """trial(): who is ahead follows from losses at equal seconds; time is told by a made-up clock."""
 
 import copy
+import itertools
 import json
 import math
 
@@ -11,6 +12,7 @@ from torch import nn
 import sketchprop as sp
 from measure_helpers import loss_fn, make_batches, mlp
 from sketchprop.meters import Moment, Trial, Way
+from sketchprop.meters.advising import race
 
 
 class Clock:
@@ -128,6 +130,16 @@ def test_batches_are_not_repeated_while_there_are_new_ones_and_counted_when_they
     few = make_batches(6)
     found = sp.trial(model, clock.loss, few, optimizer, sp.L1(0.9), minutes=3, clock=clock)
     assert found.different == 2
+
+
+def test_a_loader_without_an_end_does_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(race, "MOST_BYTES", 20 * sum(t.nbytes for t in make_batches(1)[0]))
+    clock, model = Clock(1.0), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    endless = (make_batches(1)[0] for _ in itertools.count())
+    found = sp.trial(model, clock.loss, endless, optimizer, sp.L1(0.9), minutes=5, clock=clock)
+    assert max(curve[-1].steps for curve in found.ways[0].curves) > 20
+    assert found.different == 20
 
 
 class Noisy(nn.Module):

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...core.stopwatch import synchronise
@@ -32,6 +32,8 @@ HELD = 4
 """Batches that are kept apart."""
 FEWEST = 8
 """Steps that each run must be able to make."""
+MOST_BYTES = 2**30
+"""Of batches that are held."""
 TURN = 0.3
 """Seconds of one turn: shorter ones would meet caches that another model has filled."""
 
@@ -66,10 +68,12 @@ class _Run:
 class _Stream:
     """Batches by number, drawn once, for all who train on them; begins anew where they end.
 
-    The first ``HELD`` are kept apart: a list that begins anew leaves them out.
+    The first ``HELD`` are kept apart: a list that begins anew leaves them out. Ways differ in
+    speed, so that all that was drawn is held; where that fills ``MOST_BYTES`` it is used again.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
+        self._room = MOST_BYTES
         self._batches = batches
         self._source = iter(batches)
         self.held = list(itertools.islice(self._source, HELD))
@@ -87,9 +91,11 @@ class _Stream:
         return len({_identity(batch) for batch in self._drawn})
 
     def __getitem__(self, number: int) -> Any:
-        while len(self._drawn) <= number:
-            self._drawn.append(self._next())
-        return self._drawn[number]
+        while len(self._drawn) <= number and (self._room > 0 or len(self._drawn) < FEWEST):
+            batch = self._next()
+            self._drawn.append(batch)
+            self._room -= sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, Tensor))
+        return self._drawn[number % len(self._drawn)]
 
     def _next(self) -> Any:
         for _ in range(2):
@@ -127,7 +133,7 @@ def trial(
     now, on the same batches in the same order, equally many seconds each, ``repeats`` times on
     different batches. The first batches are kept apart; on them losses are taken. What else a
     loop of yours does (clipping, schedules of the rate) is not in it. Batches that were drawn are
-    held in memory.
+    held in memory; when they fill a gigabyte they are used again.
 
     The model, optimizer, buffers and random state are not touched, also not by Ctrl-C.
 
