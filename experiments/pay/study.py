@@ -237,7 +237,7 @@ def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
     shares = [f"{share:g} T" for share in contest.shares]
     return {
         **facts,
-        **(_headline(outcome, *shown, folder) if shown else dict.fromkeys(HEADLINE, "-")),
+        **(_headline(outcome, *shown, folder) if shown else _no_headline(outcome)),
         "goal": f"≤ {GOALS[task.name]:.2f}",
         "header": ["way", "rate", "steps", "step", "V/σ²", *shares, "time to equal quality"],
         "lines": [_line(outcome, curve) for curve in outcome.curves],
@@ -259,6 +259,12 @@ def _headline(outcome: Outcome, curve: Curve, ratio: Ratio, folder: Path) -> dic
         "memory": _memory(read_json(folder / TIMES), curve.way.sketch),
         "earnest": _by_clock(folder),
     }
+
+
+def _no_headline(outcome: Outcome) -> dict[str, str]:
+    """Where no way can be compared yet."""
+    winner = "none so far" if outcome.curves else "not run yet"
+    return {**dict.fromkeys(HEADLINE, "-"), "winner": winner}
 
 
 def _shown(outcome: Outcome) -> tuple[Curve, Ratio] | None:
