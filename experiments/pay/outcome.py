@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 
 from ..lab.store import Row
 from ..lab.sweep import Run
-from .runs import Contest, Plan
+from .runs import SHOWN, Contest, Plan
 from .ways import EXACT, Way
 
 LEVEL = 0.95
@@ -109,9 +109,12 @@ class Outcome:
 
     @cached_property
     def control(self) -> Curve | None:
-        """Exact training at its best batch size, which validation data chose."""
-        exact = [curve for curve in self.curves if curve.way.name == EXACT]
-        return next((c for c in exact if c.batch == self.plan.best_batch(c.way)), None)
+        """Exact training at that one of its reported batch sizes which ends best on test data: the
+        hardest to beat. None before all of them have run."""
+        exact = [curve for curve in self.curves if curve.way.name == EXACT and 1.0 in curve.points]
+        if len(exact) < min(SHOWN, len(self.contest.batches)):
+            return None
+        return max(exact, key=lambda curve: curve.mean(1.0, range(len(self.contest.seeds))))
 
     def same_batch(self, curve: Curve) -> Curve | None:
         """Exact training at the batch size of a way: what ``advise`` compares with."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from ..tasks.table import TASKS
 from .runs import Contest
 from .ways import find_way, prepared
 
-STEPS = 3
-"""Batches that are timed together: in texts their lengths differ."""
+DRAWN, STEPS = 1500, 3
+"""Batches of each size that are looked at, and those of them that are timed together."""
 LEAST, MOST = 5, 60
 """Rounds of turns."""
 RATE = 1e-6
@@ -45,8 +45,7 @@ def measure_times(
     What is ``known`` stays; the rest is timed beside an exact step.
     """
     problem = TASKS[contest.task].problem(contest.size == "small")
-    source = generator("times", 0)
-    batches = {size: [problem.draw(source, size) for _ in range(STEPS)] for size in contest.batches}
+    batches = {size: typical(problem.draw, size) for size in contest.batches}
     kinds = list(dict.fromkeys([("", contest.middle), *missing_kinds(contest, known)]))
     models = {sketch: initialised(partial(prepared, problem, sketch), 0) for sketch, _ in kinds}
     if not quiet:
@@ -67,13 +66,37 @@ def measure_times(
 def measure_memory(contest: Contest, known: Mapping[str, Any]) -> dict[str, int]:
     """Bytes that a forward pass at the middle batch size keeps for backward, by sketch."""
     problem = TASKS[contest.task].problem(contest.size == "small")
-    batch = problem.draw(generator("times", 0), contest.middle)
+    batch = typical(problem.draw, contest.middle)[STEPS // 2]
     found = dict(known.get("saved", {}))
     for sketch in dict.fromkeys(find_way(name).sketch for name in contest.ways):
         if sketch not in found:
             model = initialised(partial(problem.prepared, sketch, "all"), 0)
             found[sketch] = saved_bytes(model, problem.loss_of, batch).total
     return found
+
+
+def typical(draw: Callable[[torch.Generator, int], Batch], size: int) -> list[Batch]:
+    """Batches that stand for all: texts differ in length, and a few drawn at random would make one
+    size of batches dearer than another.
+
+    Many are drawn and sorted by their elements; of each part of them comes the one that is nearest
+    to the part's mean.
+    """
+    source = generator("times", 0)
+    sizes = [draw(source, size)[0].numel() for _ in range(DRAWN)]
+    order = sorted(range(DRAWN), key=lambda i: sizes[i])
+    count = DRAWN // STEPS
+    chosen = []
+    for part in (order[k * count : (k + 1) * count] for k in range(STEPS)):
+        mean = fmean(sizes[i] for i in part)
+        chosen.append(min(part, key=lambda i: abs(sizes[i] - mean)))
+    source = generator("times", 0)  # the same again: all of them would not fit into memory
+    kept = {}
+    for i in range(DRAWN):
+        batch = draw(source, size)
+        if i in chosen:
+            kept[i] = batch
+    return [kept[i] for i in chosen]
 
 
 def steps_of(model: nn.Module, problem: Problem, batches: list[Batch]) -> Callable[[], None]:

@@ -13,11 +13,12 @@ from experiments.lab.checkpoints import Checkpoint
 from experiments.lab.engine import execute, run_sweep
 from experiments.lab.store import Store, read_rows
 from experiments.lab.sweep import Run
+from experiments.lab.trainer import generator
 from experiments.pay import predictions
 from experiments.pay.outcome import Outcome, reached
 from experiments.pay.runs import Contest, Plan, missing_jobs
 from experiments.pay.study import PAY, SCHEMA
-from experiments.pay.times import compared, missing_kinds
+from experiments.pay.times import compared, missing_kinds, typical
 from experiments.pay.ways import PEER, TUNER, WAYS, TunedSteps, find_way, prepared
 from experiments.tasks.table import TASKS
 from sketchprop.tuning.rule import LADDER
@@ -89,14 +90,17 @@ def test_nothing_is_reported_before_its_rate_is_known():
 
 
 def test_the_time_to_equal_quality_is_that_of_the_definition():
-    """Exact training: 60 at its end. Kept tokens: 50 at the half, 70 at the end."""
+    """Exact training: 60 at its end, with batches of 4, which validation did not choose, 55.
+
+    Kept tokens: 50 at the half, 70 at the end.
+    """
 
     def score(run):
         if not run.cell.tested:
             return 1.0 + (run.cell.batch == 8)
         half = run.cell.time < CONTEST.length
         if run.cell.way == "exact":
-            return 40.0 if half else 60.0
+            return 40.0 if half else 60.0 - 5 * (run.cell.batch == 4)
         if run.cell.way == "rows-0.3":
             return 55.0
         return (50.0 if half else 70.0) + 8 * (run.seed - 0.5) * (run.cell.way == "tuner")
@@ -116,6 +120,42 @@ def test_the_time_to_equal_quality_is_that_of_the_definition():
         "tokens-0.3"
     ] == 0.5
     assert reached([(0.25, 61.0), (1.0, 70.0)], 60.0) == 0.25
+
+
+def test_the_control_is_the_exact_training_that_ends_best_whatever_validation_chose():
+    def score(run):
+        exact = run.cell.way == "exact"
+        if not run.cell.tested:
+            return 1.0 + (run.cell.batch == 8)
+        return 62.0 if exact and run.cell.batch == 4 else 60.0
+
+    costs = costs_of(CONTEST)
+    rows = played(CONTEST, costs, score)
+    outcome = Outcome(CONTEST, costs, rows)
+    assert outcome.plan.best_batch(WAYS["exact"]) == 8
+    assert outcome.control.batch == 4
+    kept = next(curve for curve in outcome.curves if curve.way.name == "tokens-0.3")
+    assert math.isinf(outcome.ratio(kept).value)
+    last = [run.identity for run in outcome.plan.reported(WAYS["exact"], 4, 1.0)]
+    assert Outcome(CONTEST, costs, [row for row in rows if row["run"] != last[0]]).control is None
+
+
+def test_batches_that_are_timed_are_of_mean_length_at_every_size():
+    """Texts of 1 to 60 words, most of them short."""
+
+    def draw(source, size):
+        length = 1 + int(60 * torch.rand((), generator=source) ** 3)
+        return torch.zeros(size, length), torch.zeros(size)
+
+    source = generator("times", 0)
+    means = {}
+    for size in (8, 32):
+        every = [draw(source, size)[0].shape[1] for _ in range(2000)]
+        chosen = [batch[0].shape[1] for batch in typical(draw, size)]
+        assert chosen == sorted(chosen)
+        means[size] = sum(chosen) / len(chosen)
+        assert means[size] == pytest.approx(sum(every) / len(every), rel=0.1)
+    assert means[8] == means[32]
 
 
 def test_a_tuner_pays_for_its_probes_and_for_the_budgets_it_chose():
