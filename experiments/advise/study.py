@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from torch import Tensor, nn
 
 import sketchprop as sp
 from sketchprop.meters import Advice
+from sketchprop.meters.noise.variance import Progress
 
 from ..lab import ExperimentError
 from ..lab.checkpoints import FOLDER, Checkpoint
+from ..lab.engine import progress_bar
 from ..lab.pages import made_on, number_text, read_json, write_csv, write_json
 from ..lab.problem import Problem
 from ..lab.study import MeasuredStudy
@@ -71,7 +75,19 @@ def trained(name: str, settings: Settings, out: Path) -> tuple[Problem, Trainer,
     return problem, trainer, steps
 
 
-def ask(name: str, settings: Settings, out: Path) -> tuple[Advice, dict[str, Any]]:
+@contextmanager
+def telling(name: str, quiet: bool) -> Iterator[Progress | None]:
+    """Shows how much of a task is done."""
+    if quiet:
+        yield None
+        return
+    with progress_bar() as report:
+        yield lambda share: report(share, 1.0, name)
+
+
+def ask(
+    name: str, settings: Settings, out: Path, quiet: bool = True
+) -> tuple[Advice, dict[str, Any]]:
     """Asks, with the optimizer that trained before."""
     problem, trainer, steps = trained(name, settings, out)
 
@@ -80,9 +96,11 @@ def ask(name: str, settings: Settings, out: Path) -> tuple[Advice, dict[str, Any
 
     source = generator("advised", 0)
     batches = [problem.draw(source, problem.batch_size) for _ in range(settings.batches)]
-    advice = sp.advise(
-        trainer.model, loss_fn, batches, optimizer=trainer.optimizer, minutes=settings.minutes
-    )
+    with telling(name, quiet) as progress:
+        advice = sp.advise(
+            trainer.model, loss_fn, batches, optimizer=trainer.optimizer,
+            minutes=settings.minutes, progress=progress,
+        )  # fmt: skip
     return advice, {"title": problem.title, "steps": steps, "minutes": settings.minutes}
 
 
@@ -108,7 +126,7 @@ class AdviseStudy(MeasuredStudy):
         for name in settings.tasks:
             if options.task not in (None, name) or (name in found and not options.task):
                 continue
-            advice, facts = ask(name, settings, out)
+            advice, facts = ask(name, settings, out, options.quiet)
             found[name] = {**facts, "machine": made_on(), **advice.as_dict()}
             out.mkdir(parents=True, exist_ok=True)
             write_json(stored, {task: found[task] for task in ORDER if task in found})
@@ -127,7 +145,8 @@ class AdviseStudy(MeasuredStudy):
             if options.task not in (None, name) or (name in tried and not options.task):
                 continue
             problem, trainer, _ = trained(name, settings, out)
-            line = try_out(problem, trainer, answer, options.trial)
+            with telling(name, options.quiet) as progress:
+                line = try_out(problem, trainer, answer, options.trial, progress)
             tried = {**_trials(out), name: line}
             write_json(out / TRIALS, {task: tried[task] for task in ORDER if task in tried})
             if not options.quiet:

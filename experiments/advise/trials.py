@@ -10,6 +10,7 @@ from typing import Any
 
 import sketchprop as sp
 from sketchprop.meters.advising.candidates import candidates
+from sketchprop.meters.noise.variance import Progress
 
 from ..lab.pages import made_on, number_text
 from ..lab.problem import Problem
@@ -27,7 +28,11 @@ def least(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def try_out(
-    problem: Problem, trainer: Trainer, line: Mapping[str, Any], minutes: float
+    problem: Problem,
+    trainer: Trainer,
+    line: Mapping[str, Any],
+    minutes: float,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Trains from where ``advise`` was asked, in turns; the clock counts this process alone."""
     option = least(line)
@@ -35,7 +40,7 @@ def try_out(
     found = sp.trial(
         trainer.model, problem.loss_of, _endless(problem), trainer.optimizer,
         known[option["name"]], minutes=minutes, repeats=REPEATS, control=False,
-        clock=time.process_time,
+        clock=time.process_time, progress=progress,
     )  # fmt: skip
     gain, change = found.gain(option["name"]), found.change(option["name"])
     return {

@@ -11,8 +11,8 @@ from statistics import fmean, stdev
 
 from ..lab.store import Row
 from ..lab.sweep import Run
-from .runs import SHOWN, Contest, Plan
-from .ways import EXACT, Way
+from .runs import Contest, Plan
+from .ways import EXACT, Way, find_way
 
 LEVEL = 0.95
 """Of the confidence interval."""
@@ -111,8 +111,10 @@ class Outcome:
     def control(self) -> Curve | None:
         """Exact training at that one of its reported batch sizes which ends best on test data: the
         hardest to beat. None before all of them have run."""
-        exact = [curve for curve in self.curves if curve.way.name == EXACT and 1.0 in curve.points]
-        if len(exact) < min(SHOWN, len(self.contest.batches)):
+        way = find_way(EXACT)
+        sizes = [size for size in self.contest.batches if self.plan.shares(way, size)]
+        exact = [curve for curve in self.curves if curve.way is way and 1.0 in curve.points]
+        if not exact or len(exact) < len(sizes):
             return None
         return max(exact, key=lambda curve: curve.mean(1.0, range(len(self.contest.seeds))))
 

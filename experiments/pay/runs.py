@@ -17,7 +17,7 @@ from ..lab.store import Row
 from ..lab.sweep import Cell, Findings, Run
 from ..lab.trainer import Trainer, outputs
 from ..tasks.table import TASKS, Task
-from .ways import CONTROLS, EXACT, Way, find_way
+from .ways import CONTROLS, EXACT, KEPT, Way, find_way
 
 FIRST = (1, 2, 3)
 """The places of the rates that are tried first; of the two beside them one may follow."""
@@ -227,10 +227,17 @@ class Plan:
         return [Run(cell, chosen.rate_index, seed) for seed in self.contest.seeds]
 
     def shares(self, way: Way, batch: int) -> tuple[float, ...]:
-        """At its second and third best size exact training runs to the end alone, others do not."""
-        if batch != self.best_batch(way):
-            return (1.0,) if way.name == EXACT and batch in self.ranked(way)[:SHOWN] else ()
-        return way.shares or self.contest.shares
+        """The lengths at which it is reported: at its best size all it has, at others none.
+
+        Exact training runs to the end at its second and third best size too, and has all lengths
+        at the size of kept tokens: what these gain without a change of the batch.
+        """
+        best = {self.best_batch(way)}
+        if way.name == EXACT and KEPT in self.contest.ways:
+            best.add(self.best_batch(find_way(KEPT)))
+        if batch in best:
+            return way.shares or self.contest.shares
+        return (1.0,) if way.name == EXACT and batch in self.ranked(way)[:SHOWN] else ()
 
     def runs(self) -> Iterator[Run]:
         """All that can be told by now: seed by seed, so that what is known is balanced."""

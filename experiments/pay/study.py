@@ -175,7 +175,8 @@ def summary(outcomes: Mapping[str, Outcome], out: Path) -> list[dict[str, Any]]:
                 "task": task, "way": curve.way.name, "batch": curve.batch, "rate": curve.rate,
                 "step_ratio": outcome.cost(curve), "noise": noise[1] if noise else "",
                 "time_ratio": ratio.value if ratio else "", "low": ratio.low if ratio else "",
-                "high": ratio.high if ratio else "", "seeds": len(outcome.contest.seeds),
+                "high": ratio.high if ratio else "", "same_batch": _number(_same(outcome, curve)),
+                "seeds": len(outcome.contest.seeds),
                 "quality": curve.last, "steps": curve.steps,
             })  # fmt: skip
     return lines
@@ -239,14 +240,15 @@ def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
         **facts,
         **(_headline(outcome, *shown, folder) if shown else _no_headline(outcome)),
         "goal": f"≤ {GOALS[task.name]:.2f}",
-        "header": ["way", "rate", "steps", "step", "V/σ²", *shares, "time to equal quality"],
+        "header": ["way", "rate", "steps", "step", "V/σ²", *shares, "time to equal quality",
+                   "over exact at the same batch"],
         "lines": [_line(outcome, curve) for curve in outcome.curves],
         "tuned": [_tuned(outcome, way, batch) for way, batch in outcome.plan.sides],
         "note": NOTES.get(task.name, ""),
     }  # fmt: skip
 
 
-HEADLINE = ("winner", "ratio", "step", "noise", "memory", "earnest")
+HEADLINE = ("winner", "ratio", "same", "step", "noise", "memory", "earnest")
 
 
 def _headline(outcome: Outcome, curve: Curve, ratio: Ratio, folder: Path) -> dict[str, str]:
@@ -254,6 +256,7 @@ def _headline(outcome: Outcome, curve: Curve, ratio: Ratio, folder: Path) -> dic
     return {
         "winner": curve.way.label,
         "ratio": ratio.text(),
+        "same": _text(_same(outcome, curve)),
         "step": f"{outcome.cost(curve):.2f}",
         "noise": "" if noise is None or curve.way.control else f"{noise[0]:.2g} - {noise[1]:.2g}",
         "memory": _memory(read_json(folder / TIMES), curve.way.sketch),
@@ -333,8 +336,25 @@ def _line(outcome: Outcome, curve: Curve) -> list[str]:
         if TASKS[outcome.contest.task].second and share == 1.0:
             text += f" (F1 {sum(curve.second[share]) / len(curve.second[share]):.4g})"
         cells.append(text)
-    cells.append("1" if curve is outcome.control else ratio.text() if ratio else "")
+    cells.append("1" if curve is outcome.control else _text(ratio))
+    cells.append(_text(_same(outcome, curve)))
     return cells
+
+
+def _same(outcome: Outcome, curve: Curve) -> Ratio | None:
+    """Over exact training at the same batch size."""
+    control = outcome.same_batch(curve)
+    if control is None or curve.way.name == EXACT:
+        return None
+    return outcome.ratio(curve, control)
+
+
+def _text(ratio: Ratio | None) -> str:
+    return ratio.text() if ratio else ""
+
+
+def _number(ratio: Ratio | None) -> Any:
+    return ratio.value if ratio else ""
 
 
 PAY = PayStudy(
