@@ -148,6 +148,11 @@ class Outcome:
         low, high = (resampled[round(q * (len(resampled) - 1))] for q in (edge, 1 - edge))
         return Ratio(one(every), low, high, curve.shares[0])
 
+    def stories(self, curve: Curve) -> list[list[list[float]]]:
+        """What its controller decided in the whole time, one list for each seed."""
+        runs = self.plan.reported(curve.way, curve.batch, 1.0)
+        return [row["story"] for row in self._done(runs)]
+
     def cost(self, curve: Curve) -> float:
         """Of a step, over an exact one at the same batch size; in the mean where budgets move."""
         if curve.way.control:

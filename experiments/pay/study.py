@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import sketchprop as sp
@@ -243,6 +245,7 @@ def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
         "header": ["way", "rate", "steps", "step", "V/σ²", *shares, "time to equal quality",
                    "over exact at the same batch"],
         "lines": [_line(outcome, curve) for curve in outcome.curves],
+        "controllers": [line for curve in outcome.curves if (line := _controller(outcome, curve))],
         "tuned": [_tuned(outcome, way, batch) for way, batch in outcome.plan.sides],
         "note": NOTES.get(task.name, ""),
     }  # fmt: skip
@@ -339,6 +342,20 @@ def _line(outcome: Outcome, curve: Curve) -> list[str]:
     cells.append("1" if curve is outcome.control else _text(ratio))
     cells.append(_text(_same(outcome, curve)))
     return cells
+
+
+def _controller(outcome: Outcome, curve: Curve) -> list[str]:
+    """Of a way whose budgets move: how often it looked, and what it had decided in the end."""
+    stories = outcome.stories(curve) if curve.way.control else []
+    if not stories:
+        return []
+    control = outcome.control
+    ahead = curve.last - control.last if control else math.nan
+    return [
+        curve.way.label, str(curve.batch), _text(outcome.ratio(curve)), f"{ahead:+.2g}",
+        f"{outcome.cost(curve):.3f}", f"{fmean(len(story) for story in stories):.1f}",
+        f"{fmean(story[-1][1] if story else 1.0 for story in stories):.2f}",
+    ]  # fmt: skip
 
 
 def _same(outcome: Outcome, curve: Curve) -> Ratio | None:
