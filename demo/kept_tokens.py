@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import math
 import statistics
 import sys
@@ -37,6 +36,7 @@ from torch import Tensor, nn
 
 import sketchprop as sp
 from sketchprop.data import DataError, cifar10
+from sketchprop.meters.advising.curves import levels, seconds_to
 from sketchprop.zoo import ViT
 
 TURNS = 18
@@ -221,34 +221,6 @@ def train_in_turns(
 # -- the answer ------------------------------------------------------------------------------------
 
 
-def levels(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The falling curve nearest to a noisy one: neighbours that rise are replaced by their mean.
-
-    So a way gains nothing from a loss that was low by luck and rose again.
-    """
-    pools: list[list[tuple[float, float]]] = []
-    for point in curve:
-        pools.append([point])
-        while len(pools) > 1 and _mean(pools[-1])[1] >= _mean(pools[-2])[1]:
-            last = pools.pop()
-            pools[-1] += last
-    return [_mean(pool) for pool in pools]
-
-
-def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return statistics.fmean(t for t, _ in points), statistics.fmean(loss for _, loss in points)
-
-
-def seconds_to(target: float, curve: Sequence[tuple[float, float]]) -> float:
-    """When a falling curve comes to ``target``, between its points by a straight line."""
-    if curve[0][1] <= target:
-        return curve[0][0]
-    for (t0, above), (t1, below) in itertools.pairwise(curve):
-        if below <= target:
-            return t0 + (t1 - t0) * (above - target) / (above - below)
-    raise ValueError(f"the curve does not fall to {target}")
-
-
 def answer(exact: Way, smaller: Way, kept: Way) -> str:
     """Time at equal loss: the lowest that all three have reached."""
     curves = [levels(way.curve) for way in (exact, smaller, kept)]
@@ -270,7 +242,7 @@ def table(ways: Sequence[Way]) -> str:
     head = f"{'':<16}{'batch':>7}{'a step':>9}{'steps':>7}{'loss':>8}{'accuracy':>10}"
     lines = [
         f"{way.name:<16}{way.batch_size:>7}{1000 * way.seconds / way.steps:>6.0f} ms{way.steps:>7}"
-        f"{_mean(way.curve[-LAST:])[1]:>8.3f}{way.accuracy:>9.0%}"
+        f"{statistics.fmean(loss for _, loss in way.curve[-LAST:]):>8.3f}{way.accuracy:>9.0%}"
         for way in ways
     ]
     return "\n".join([head, *lines])

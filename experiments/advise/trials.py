@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import sketchprop as sp
+from sketchprop.meters import Moment
 from sketchprop.meters.advising.candidates import candidates
 from sketchprop.meters.noise.variance import Progress
 
@@ -49,7 +50,13 @@ def try_out(
         "found_error": None if change is None else change.error,
         "gain": gain.value, "gain_error": gain.error,
         "steps": [way.steps for way in found.ways], "minutes": minutes, "machine": made_on(),
+        "curves": {way.name: [_rounded(curve) for curve in way.curves] for way in found.ways},
     }  # fmt: skip
+
+
+def _rounded(curve: Sequence[Moment]) -> list[list[float]]:
+    """Seconds and losses."""
+    return [[round(moment.seconds, 3), round(moment.loss, 5)] for moment in curve]
 
 
 def _endless(problem: Problem) -> Iterator[Batch]:

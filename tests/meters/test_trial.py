@@ -4,6 +4,8 @@ import copy
 import itertools
 import json
 import math
+import random
+from statistics import fmean
 
 import pytest
 import torch
@@ -59,7 +61,7 @@ def test_what_takes_half_the_time_and_adds_little_noise_is_ahead():
     for way in found.ways:
         ends = [curve[-1].seconds for curve in way.curves]
         assert ends == pytest.approx([ends[0]] * 2, rel=0.05)
-        assert len(way.curves[0]) == 7
+        assert len(way.curves[0]) == 11
         assert way.curves[0][0].seconds == 0
     assert found.gain("L1(0.9)").value > 0
     assert found.certain("L1(0.9)")
@@ -90,12 +92,36 @@ def way(name, *curves):
     return Way(name, "", tuple(tuple(Moment(*m) for m in curve) for curve in curves))
 
 
+def test_the_time_to_an_equal_loss_is_right_in_the_mean_where_losses_are_noisy():
+    """True ratio 0.7; the mean of 200 trials within 3 %, one of them 8 % off (root mean square)."""
+    source = random.Random(0)
+
+    def curve(ratio):
+        return [
+            (10 * i, i, 0.4 + 1.6 * math.exp(-i / 4 / ratio) + source.gauss(0, 0.06) * (i > 0))
+            for i in range(11)
+        ]
+
+    found = []
+    for _ in range(200):
+        ways = (way(name, *(curve(r) for _ in range(3))) for name, r in (("exact", 1), ("it", 0.7)))
+        found.append(Trial(tuple(ways), 10, 4, 60.0).change("it"))
+    values = [one.value for one in found]
+    assert fmean(values) == pytest.approx(0.7, rel=0.03)
+    off = math.sqrt(fmean((value / 0.7 - 1) ** 2 for value in values))
+    assert off < 0.08
+    # What the error says is what it is: leaving out repeats, of three, knows it within a half.
+    said = math.sqrt(fmean(one.error**2 for one in found))
+    assert said == pytest.approx(0.7 * off, rel=0.5)
+
+
 def test_times_to_an_equal_loss_are_read_off_straight_lines():
     exact = way("exact", [(0, 0, 2.0), (10, 5, 1.0), (20, 10, 0.5)])
     fast = way("fast", [(0, 0, 2.0), (10, 9, 0.5), (20, 18, 0.4)])
     found = Trial((exact, fast), 10, 4, 60.0)
     assert found.ahead == "fast"
-    assert found.change("fast").value == pytest.approx(10 / 20)
+    # From 1.25, half of the way to 0.5, on: fast is there after 5 of exact's 7.5 seconds.
+    assert 10 / 20 < found.change("fast").value < 5 / 7.5
     assert math.isinf(found.change("fast").error)
     assert not found.certain("fast")  # one repeat has no error
     assert found.gain("fast").value == pytest.approx(0.1)
@@ -122,7 +148,7 @@ def test_the_answer_is_plain_data_and_a_table():
 
 
 def test_batches_are_not_repeated_while_there_are_new_ones_and_counted_when_they_are():
-    found = run(1.0, minutes=2)
+    found = run(1.0, minutes=4)
     steps = max(curve[-1].steps for curve in found.ways[0].curves)
     assert 0 < found.different <= 2 * steps + 4
     clock, model = Clock(1.0), mlp()

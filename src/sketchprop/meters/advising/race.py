@@ -26,7 +26,7 @@ from .candidates import Candidate
 from .meter import halved
 from .trial import EXACT, HALF, Moment, Trial, Way
 
-POINTS = 6
+POINTS = 10
 """Losses are taken so many times."""
 HELD = 4
 """Batches that are kept apart."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
@@ -13,6 +12,7 @@ from ...core.table import Column, Table, as_text, words
 from ..measure import plain_data
 from ..noise.estimate import Estimate
 from ..words import change_in_words, with_error
+from .curves import time_ratio
 
 EXACT = "exact"
 HALF = "half of the batch"
@@ -84,13 +84,25 @@ class Trial:
     def change(self, name: str) -> Estimate | None:
         """The time to a loss that both reach, over exact's; ``None`` if none fell.
 
-        The loss is the higher of the two best ones, times by straight lines through the lowest
-        losses so far; repeat by repeat.
+        Of the mean curves of all repeats, over the losses in the lower half of their fall; its
+        error from leaving out one repeat after the other.
         """
-        pairs = zip(self.ways[0].curves, self.way(name).curves, strict=True)
-        ratios = [_time_ratio(exact, own) for exact, own in pairs]
-        known = [ratio for ratio in ratios if ratio is not None]
-        return _estimate(known) if len(known) == len(ratios) else None
+        exact, own = (way.curves for way in (self.ways[0], self.way(name)))
+        value = time_ratio(_mean_curve(exact), _mean_curve(own))
+        if value is None:
+            return None
+        count = self.repeats
+        others = [
+            time_ratio(_mean_curve(_without(exact, i)), _mean_curve(_without(own, i)))
+            for i in range(count)
+            if count > 1
+        ]
+        known = [ratio for ratio in others if ratio is not None]
+        if count == 1 or len(known) < count:
+            return Estimate(value, math.inf)
+        middle = fmean(known)
+        spread = (count - 1) / count * math.fsum((ratio - middle) ** 2 for ratio in known)
+        return Estimate(value, math.sqrt(spread))
 
     def certain(self, name: str) -> bool:
         """Whether ``name`` and exact differ at the end by more than two standard errors."""
@@ -154,26 +166,19 @@ class Trial:
         return as_text(self)
 
 
-def _time_ratio(exact: Sequence[Moment], own: Sequence[Moment]) -> float | None:
-    losses = [[moment.loss for moment in curve] for curve in (exact, own)]
-    if not all(math.isfinite(loss) for curve in losses for loss in curve):
-        return None
-    goal = max(map(min, losses))
-    if goal >= min(curve[0] for curve in losses):
-        return None
-    before, after = _reached(exact, goal), _reached(own, goal)
-    return after / before if before > 0 else None
+Curves = Sequence[Sequence[Moment]]
 
 
-def _reached(curve: Sequence[Moment], goal: float) -> float:
-    """Seconds until the lowest loss so far was ``goal``."""
-    lowest = curve[0].loss
-    for a, b in pairwise(curve):
-        if b.loss <= goal:
-            part = (lowest - goal) / (lowest - b.loss) if lowest > b.loss else 1.0
-            return a.seconds + part * (b.seconds - a.seconds)
-        lowest = min(lowest, b.loss)
-    return curve[-1].seconds
+def _mean_curve(curves: Curves) -> list[tuple[float, float]]:
+    """Their mean at each moment: all repeats have trained equally long then."""
+    return [
+        (fmean(m.seconds for m in moments), fmean(m.loss for m in moments))
+        for moments in zip(*curves, strict=True)
+    ]
+
+
+def _without(curves: Curves, place: int) -> Curves:
+    return [curve for i, curve in enumerate(curves) if i != place]
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
