@@ -28,7 +28,7 @@ from ..pay.predictions import draw
 from ..pay.predictions import summary as summary_of_pairs
 from ..tasks.table import TASKS
 from .problems import paper_mlp, resnet
-from .trials import cells, least, pairs, try_out
+from .trials import cells, least, pairs, stored, try_out
 
 STAY, TOKENS = "stay exact", "Tokens"
 EXPECTED = {"mlp": STAY, "gpt": STAY, "resnet": STAY, "vit": TOKENS, "yields": TOKENS}
@@ -150,7 +150,8 @@ class AdviseStudy(MeasuredStudy):
             tried = {**_trials(out), name: line}
             write_json(out / TRIALS, {task: tried[task] for task in ORDER if task in tried})
             if not options.quiet:
-                found = "-" if line["found"] is None else f"{line['found']:.2f}"
+                change = stored(line).change(line["way"])
+                found = "-" if change is None else f"{change.value:.2f}"
                 sys.stderr.write(f"{name}, {line['way']}: {line['predicted']:.2f}, {found}\n")
 
     def results(self, settings: Settings, out: Path) -> tuple[list[Path], dict[str, Any]]:

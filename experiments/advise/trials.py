@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import sketchprop as sp
-from sketchprop.meters import Moment
+from sketchprop.meters import Moment, Trial, Way
 from sketchprop.meters.advising.candidates import candidates
 from sketchprop.meters.noise.variance import Progress
 
@@ -43,20 +42,25 @@ def try_out(
         known[option["name"]], minutes=minutes, repeats=REPEATS, control=False,
         clock=time.process_time, progress=progress,
     )  # fmt: skip
-    gain, change = found.gain(option["name"]), found.change(option["name"])
     return {
         "way": option["name"], "predicted": option["change"], "error": option["error"],
-        "found": None if change is None else change.value,
-        "found_error": None if change is None else change.error,
-        "gain": gain.value, "gain_error": gain.error,
-        "steps": [way.steps for way in found.ways], "minutes": minutes, "machine": made_on(),
+        "minutes": minutes, "machine": made_on(),
         "curves": {way.name: [_rounded(curve) for curve in way.curves] for way in found.ways},
     }  # fmt: skip
 
 
 def _rounded(curve: Sequence[Moment]) -> list[list[float]]:
-    """Seconds and losses."""
-    return [[round(moment.seconds, 3), round(moment.loss, 5)] for moment in curve]
+    """Seconds, steps and losses."""
+    return [[round(m.seconds, 3), m.steps, round(m.loss, 8)] for m in curve]
+
+
+def stored(line: Mapping[str, Any]) -> Trial:
+    """The trial of a stored line."""
+    ways = (
+        Way(name, "", tuple(tuple(Moment(*m) for m in curve) for curve in curves))
+        for name, curves in line["curves"].items()
+    )
+    return Trial(tuple(ways), 0, 0, 60 * line["minutes"])
 
 
 def _endless(problem: Problem) -> Iterator[Batch]:
@@ -68,9 +72,10 @@ def pairs(trials: Mapping[str, Mapping[str, Any]]) -> list[Pair]:
     """Those in which a loss fell far enough to compare times."""
     found = []
     for task, line in trials.items():
-        if line["found"] is not None:
-            value, spread = line["found"], 2 * line["found_error"]
-            ratio = Ratio(value, value - spread, value + spread, 0.0)
+        change = stored(line).change(line["way"])
+        if change is not None:
+            spread = 2 * change.error
+            ratio = Ratio(change.value, change.value - spread, change.value + spread, 0.0)
             found.append(Pair(task, line["way"], line["predicted"], line["error"], ratio))
     return found
 
@@ -81,11 +86,12 @@ def cells(task: str, line: Mapping[str, Any]) -> list[str]:
             return "-"
         return f"{number_text(value)} ± {number_text(error, 2)}"
 
-    certain = math.isfinite(line["gain_error"]) and abs(line["gain"]) > 2 * line["gain_error"]
-    place = "ahead" if line["gain"] > 0 else "behind"
+    trial, name = stored(line), line["way"]
+    gain, change = trial.gain(name), trial.change(name)
+    place = "ahead" if gain.value > 0 else "behind"
     return [
         task, f"`{line['way']}`", with_error(line["predicted"], line["error"]),
-        with_error(line["found"], line["found_error"]),
-        with_error(line["gain"], line["gain_error"]), place if certain else "not certain",
-        " / ".join(f"{steps:.0f}" for steps in line["steps"]),
+        "-" if change is None else with_error(change.value, change.error),
+        with_error(gain.value, gain.error), place if trial.certain(name) else "not certain",
+        " / ".join(f"{way.steps:.0f}" for way in trial.ways),
     ]  # fmt: skip

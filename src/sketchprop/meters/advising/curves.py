@@ -9,8 +9,8 @@ from statistics import fmean
 
 Curve = Sequence[tuple[float, float]]
 """Seconds and the loss then, in order."""
-GOALS = 8
-"""Losses at which times are compared, over the lower half of the fall."""
+MOMENTS, FIRST = 8, 0.3
+"""So many moments of the slower curve are compared, from this share of its time on."""
 
 
 def levels(curve: Curve) -> list[tuple[float, float]]:
@@ -48,21 +48,43 @@ def seconds_to(goal: float, falling: Curve) -> float:
     raise ValueError(f"the curve does not fall to {goal}")
 
 
+def loss_at(moment: float, falling: Curve) -> float:
+    """Between the points of a falling curve by a straight line, its last loss behind them.
+
+    >>> loss_at(1.0, [(0, 5.0), (4, 1.0)]), loss_at(9.0, [(0, 5.0), (4, 1.0)])
+    (4.0, 1.0)
+    """
+    if moment <= falling[0][0]:
+        return falling[0][1]
+    for (t0, above), (t1, below) in pairwise(falling):
+        if moment < t1:
+            return above + (below - above) * (moment - t0) / (t1 - t0)
+    return falling[-1][1]
+
+
 def time_ratio(exact: Curve, own: Curve) -> float | None:
     """The time that ``own`` takes to a loss over that of ``exact``; None if none fell.
 
-    The geometric mean over losses in the lower half of what both have fallen through. One loss,
+    The geometric mean over moments of the slower one: when had the faster one its loss? One loss,
     say the lowest, would be met by luck as often as by learning, more often by the slower of two.
 
-    >>> time_ratio([(0, 5.0), (4, 1.0)], [(0, 5.0), (2, 1.0)])
-    0.5
+    >>> round(time_ratio([(0, 5.0), (4, 1.0)], [(0, 5.0), (2, 3.5), (4, 2.0)]), 6)
+    1.333333
     """
     if not all(math.isfinite(loss) for _, loss in (*exact, *own)):
         return None
-    both = levels(exact), levels(own)
-    top, bottom = min(curve[0][1] for curve in both), max(curve[-1][1] for curve in both)
-    if not bottom < top:
+    slow, fast = levels(own), levels(exact)
+    behind = slow[-1][1] >= fast[-1][1]
+    if not behind:
+        slow, fast = fast, slow
+    end = slow[-1][0]
+    moments = [end * (FIRST + (1 - FIRST) * i / (MOMENTS - 1)) for i in range(MOMENTS)]
+    logs = []
+    for moment in moments:
+        loss = loss_at(moment, slow)
+        if loss < min(slow[0][1], fast[0][1]):
+            logs.append(math.log(moment / seconds_to(loss, fast)))
+    if not logs:
         return None
-    goals = [top - (top - bottom) * (1 + i / (GOALS - 1)) / 2 for i in range(GOALS - 1)]
-    before, after = ([seconds_to(goal, curve) for goal in (*goals, bottom)] for curve in both)
-    return math.exp(fmean(math.log(b / a) for a, b in zip(before, after, strict=True)))
+    ratio = math.exp(fmean(logs))
+    return ratio if behind else 1 / ratio

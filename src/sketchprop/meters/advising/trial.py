@@ -84,8 +84,8 @@ class Trial:
     def change(self, name: str) -> Estimate | None:
         """The time to a loss that both reach, over exact's; ``None`` if none fell.
 
-        Of the mean curves of all repeats, over the losses in the lower half of their fall; its
-        error from leaving out one repeat after the other.
+        Of the mean curves of all repeats, in the mean over most of the time; its error from
+        leaving out one repeat after the other.
         """
         exact, own = (way.curves for way in (self.ways[0], self.way(name)))
         value = time_ratio(_mean_curve(exact), _mean_curve(own))
