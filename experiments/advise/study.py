@@ -195,6 +195,7 @@ def _summary(name: str, line: dict[str, Any]) -> dict[str, Any]:
     wanted = EXPECTED.get(name, "")
     return {
         "task": name,
+        "batch": int(line["title"].partition(" batch ")[2].partition(",")[0]),
         "steps": line["steps"],
         "answer": answer,
         "change": line["change"],

@@ -20,6 +20,11 @@ NAMES = {
 """Of ways, as ``advise`` names them."""
 
 
+NEAR = 2
+"""Batches may be larger or smaller by so much than those that ``advise`` saw: in others a step
+costs another share."""
+
+
 class Pair(NamedTuple):
     """One way on one task: both are times to equal quality over exact training."""
 
@@ -59,7 +64,8 @@ def advised(name: str) -> list[dict[str, str]]:
 
 
 def pairs(outcomes: Mapping[str, Outcome]) -> list[Pair]:
-    """All ways on all tasks of which both are known."""
+    """All ways on all tasks of which both are known, near the batch size that was asked about."""
+    asked = {row["task"]: int(row["batch"]) for row in advised("summary.csv")}
     said = {(row["task"], row["name"]): row for row in advised("options.csv") if row["change"]}
     found = []
     for task, outcome in outcomes.items():
@@ -67,6 +73,8 @@ def pairs(outcomes: Mapping[str, Outcome]) -> list[Pair]:
             row = said.get((task, NAMES.get(curve.way.name, "")))
             control = outcome.same_batch(curve)
             if row is None or control is None or curve.way.name == EXACT:
+                continue
+            if not 1 / NEAR <= curve.batch / asked[task] <= NEAR:
                 continue
             ratio = outcome.ratio(curve, control, beyond=True)
             if ratio is not None:

@@ -289,6 +289,7 @@ def test_what_was_predicted_is_held_against_exact_training_at_the_same_batch(tmp
     monkeypatch.setattr(predictions, "ADVISED", tmp_path)
     lines = ["task,name,change,error", "vit,Tokens(0.3),0.6,0.05", "vit,Rows(0.3),1.4,0.1"]
     (tmp_path / "options.csv").write_text("\n".join([*lines, "vit,L1(0.3),,", ""]))
+    (tmp_path / "summary.csv").write_text("task,batch\nvit,4\n")
 
     def score(run):
         size = run.cell.batch
@@ -305,6 +306,9 @@ def test_what_was_predicted_is_held_against_exact_training_at_the_same_batch(tmp
     assert (kept.way, kept.predicted, kept.found.value) == ("Tokens(0.3)", 0.6, 0.75)
     assert kept.miss == pytest.approx(0.2)
     assert rows.found.value == pytest.approx(1 / 0.7)
+    (tmp_path / "summary.csv").write_text("task,batch\nvit,16\n")  # rows run at 8, tokens at 4
+    outcome = Outcome(CONTEST, costs, played(CONTEST, costs, score))
+    assert [pair.way for pair in predictions.pairs({"vit": outcome})] == [rows.way]
     said = predictions.summary(found)
     assert (said["count"], said["median"]) == (2, pytest.approx((0.2 + 0.02) / 2))
     assert (said["right"], said["decided"]) == (2, 2)
