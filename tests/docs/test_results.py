@@ -18,6 +18,7 @@ COMMANDS = {
     "rows-variance": ["variance"],
     "rows-weight-variance": ["weight-variance"],
     "advise": ["advise"],
+    "pay": ["pay"],
     "tokens-noise/gpt": ["noise", "--task", "gpt"],
     "tokens-noise/mrpc": ["noise", "--task", "mrpc"],
     "tokens-noise/vit": ["noise", "--task", "vit"],
