@@ -11,8 +11,8 @@ from statistics import fmean, stdev
 
 from ..lab.store import Row
 from ..lab.sweep import Run
-from .runs import Contest, Plan
-from .ways import EXACT, Way, find_way
+from .runs import Contest, Plan, scores_of
+from .ways import EXACT, Way
 
 LEVEL = 0.95
 """Of the confidence interval."""
@@ -78,8 +78,7 @@ class Outcome:
     def __init__(self, contest: Contest, costs: Mapping[str, float], rows: Sequence[Row]) -> None:
         self.contest, self.costs = contest, costs
         self.rows = {row["run"]: row for row in rows}
-        scores = {key: row["validation_accuracy"] for key, row in self.rows.items()}
-        self.plan = Plan(contest, costs, scores)
+        self.plan = Plan(contest, costs, scores_of(rows))
 
     @cached_property
     def curves(self) -> list[Curve]:
@@ -109,14 +108,10 @@ class Outcome:
 
     @cached_property
     def control(self) -> Curve | None:
-        """Exact training at that one of its reported batch sizes which ends best on test data: the
-        hardest to beat. None before all of them have run."""
-        way = find_way(EXACT)
-        sizes = [size for size in self.contest.batches if self.plan.shares(way, size)]
-        exact = [curve for curve in self.curves if curve.way is way and 1.0 in curve.points]
-        if not exact or len(exact) < len(sizes):
-            return None
-        return max(exact, key=lambda curve: curve.mean(1.0, range(len(self.contest.seeds))))
+        """Exact training at that one of its batch sizes which ends best on test data."""
+        size = self.plan.control
+        exact = (curve for curve in self.curves if curve.way.name == EXACT)
+        return next((curve for curve in exact if curve.batch == size), None)
 
     def same_batch(self, curve: Curve) -> Curve | None:
         """Exact training at the batch size of a way: what ``advise`` compares with."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from torch import nn
 
@@ -171,7 +172,7 @@ class Plan:
     costs: Mapping[str, float]
     """Of a step of a sketch at a batch size, over an exact one at the middle size."""
     scores: Mapping[str, float]
-    """On validation data, by the identity of runs."""
+    """By the identity of runs: on validation data of those that choose, on test data of others."""
 
     @property
     def sides(self) -> list[tuple[Way, int]]:
@@ -229,15 +230,36 @@ class Plan:
     def shares(self, way: Way, batch: int) -> tuple[float, ...]:
         """The lengths at which it is reported: at its best size all it has, at others none.
 
-        Exact training runs to the end at its second and third best size too, and has all lengths
-        at the size of kept tokens: what these gain without a change of the batch.
+        Exact training runs to the end at several sizes; all lengths it has at its best one, at the
+        one that ends best, and at that of kept tokens: what these gain without another batch.
         """
-        best = {self.best_batch(way)}
-        if way.name == EXACT and KEPT in self.contest.ways:
-            best.add(self.best_batch(find_way(KEPT)))
-        if batch in best:
-            return way.shares or self.contest.shares
-        return (1.0,) if way.name == EXACT and batch in self.ranked(way)[:SHOWN] else ()
+        every = way.shares or self.contest.shares
+        if way.name != EXACT:
+            return every if batch == self.best_batch(way) else ()
+        if batch in (self.best_batch(way), self._kept_batch, self.control):
+            return every
+        return (1.0,) if batch in self._ends else ()
+
+    @property
+    def _kept_batch(self) -> int | None:
+        return self.best_batch(find_way(KEPT)) if KEPT in self.contest.ways else None
+
+    @property
+    def _ends(self) -> list[int]:
+        """The sizes at which exact training runs to the end."""
+        found = {*self.ranked(find_way(EXACT))[:SHOWN], self._kept_batch}
+        return [size for size in self.contest.batches if size in found]
+
+    @property
+    def control(self) -> int | None:
+        """That one of them which ends best on test data: the hardest to beat; None: not known."""
+        way, best = find_way(EXACT), {}
+        for size in self._ends:
+            runs = self.reported(way, size, 1.0)
+            if not runs or any(run.identity not in self.scores for run in runs):
+                return None
+            best[size] = fmean(self.scores[run.identity] for run in runs)
+        return max(best, key=lambda size: best[size]) if best else None
 
     def runs(self) -> Iterator[Run]:
         """All that can be told by now: seed by seed, so that what is known is balanced."""
@@ -249,10 +271,16 @@ class Plan:
                     yield from self.reported(way, batch, share)[place : place + 1]
 
 
+def scores_of(rows: Sequence[Row]) -> dict[str, float]:
+    """What ``Plan`` looks at."""
+    names = ("validation_accuracy", "test_accuracy")
+    return {row["run"]: row[names[row["tested"]]] for row in rows}
+
+
 def missing_jobs(
     contest: Contest, costs: Mapping[str, float], rows: Sequence[Row], checkpoints: Path
 ) -> list[Job]:
-    scores = {row["run"]: row["validation_accuracy"] for row in rows}
+    scores = scores_of(rows)
     kept = Checkpoints(checkpoints)
     missing = (run for run in Plan(contest, costs, scores).runs() if run.identity not in scores)
     return [Job((run,), kept) for run in missing]

@@ -30,7 +30,7 @@ from .outcome import LEVEL, Curve, Outcome, Ratio
 from .predictions import advised, pairs
 from .predictions import draw as draw_predictions
 from .predictions import summary as foretold
-from .runs import FINDINGS, Contest, Plan, TimedCell, missing_jobs
+from .runs import FINDINGS, Contest, Plan, TimedCell, missing_jobs, scores_of
 from .times import measure_memory, measure_times, missing_kinds
 from .ways import EXACT, KEPT, TUNER, Way, find_way
 
@@ -43,6 +43,8 @@ GOALS = {"yields": 0.70, "sst2": 0.90, "mrpc": 0.90, "vit": 0.75, "gpt": 1.03,
 step."""
 
 
+SIZES = "sv^Dx"
+"""Markers of exact training by batch size."""
 FOR_THE_TUNER = ("gpt",)
 TOKENS = (KEPT, "tokens-0.2", "tokens-0.169")
 NOTES = {
@@ -148,7 +150,7 @@ def _plan(contest: Contest, costs: Mapping[str, float], folder: Path) -> str:
 
 
 def _all_chosen(contest: Contest, costs: Mapping[str, float], rows: Sequence[Any]) -> bool:
-    plan = Plan(contest, costs, {row["run"]: row["validation_accuracy"] for row in rows})
+    plan = Plan(contest, costs, scores_of(rows))
     return all(plan.best_batch(find_way(name)) is not None for name in contest.ways)
 
 
@@ -205,15 +207,15 @@ def _draw(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
 
 def _panel(panel: Any, outcome: Outcome) -> None:
     control = outcome.control
-    for curve in outcome.curves:
+    for number, curve in enumerate(outcome.curves):
         exact = curve.way.name == EXACT
-        best = curve is control
         label = f"exact, batch {curve.batch}" if exact else curve.way.label
-        look = {"color": curve.way.colour if best or not exact else "0.6", "ls": curve.way.line}
+        look = {"color": curve.way.colour, "ls": curve.way.line, "marker": "o"}
+        if exact and curve is not control:
+            look |= {"color": "0.6", "marker": SIZES[number % len(SIZES)]}
         means = [curve.mean(s, range(len(curve.points[s]))) for s in curve.shares]
         errors = [curve.spread(s) for s in curve.shares]
-        panel.errorbar(curve.shares, means, errors, marker="o", ms=3, lw=1.2, capsize=2,
-                       label=label, **look)  # fmt: skip
+        panel.errorbar(curve.shares, means, errors, ms=4, lw=1.2, capsize=2, label=label, **look)
     if control is not None and 1.0 in control.points:
         panel.axhline(control.last, color="k", lw=0.6, ls=":")
     task = TASKS[outcome.contest.task]

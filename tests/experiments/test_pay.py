@@ -16,7 +16,7 @@ from experiments.lab.sweep import Run
 from experiments.lab.trainer import generator
 from experiments.pay import predictions
 from experiments.pay.outcome import Outcome, reached
-from experiments.pay.runs import Contest, Plan, missing_jobs
+from experiments.pay.runs import Contest, Plan, missing_jobs, scores_of
 from experiments.pay.study import PAY, SCHEMA
 from experiments.pay.times import compared, missing_kinds, typical
 from experiments.pay.ways import PEER, TUNER, WAYS, TunedSteps, find_way, prepared
@@ -46,7 +46,7 @@ def played(contest, costs, score):
             rows.append({
                 "run": run.identity, "validation_accuracy": 0.0 if tested else value,
                 "test_accuracy": value if tested else 0.0, "second": 0.0,
-                "steps": run.cell.steps, "seed": run.seed,
+                "steps": run.cell.steps, "seed": run.seed, "tested": tested,
             })  # fmt: skip
     return rows
 
@@ -66,7 +66,7 @@ def test_rates_and_sizes_are_chosen_by_a_seed_that_is_not_reported():
 
     costs = costs_of(CONTEST)
     rows = played(CONTEST, costs, score)
-    plan = Plan(CONTEST, costs, {row["run"]: row["validation_accuracy"] for row in rows})
+    plan = Plan(CONTEST, costs, scores_of(rows))
     exact, rest = WAYS["exact"], [WAYS[name] for name in ("tokens-0.3", "tuner", "rows-0.3")]
     # Its best was at an edge: one rate more was tried.
     assert [run.rate_index for run in plan.tried(exact, 4)] == [1, 2, 3, 4]
@@ -134,6 +134,7 @@ def test_the_control_is_the_exact_training_that_ends_best_whatever_validation_ch
     outcome = Outcome(CONTEST, costs, rows)
     assert outcome.plan.best_batch(WAYS["exact"]) == 8
     assert outcome.control.batch == 4
+    assert outcome.control.shares == [0.5, 1.0]
     kept = next(curve for curve in outcome.curves if curve.way.name == "tokens-0.3")
     assert math.isinf(outcome.ratio(kept).value)
     last = [run.identity for run in outcome.plan.reported(WAYS["exact"], 4, 1.0)]
