@@ -255,6 +255,7 @@ def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
         "lines": [_line(outcome, curve) for curve in outcome.curves],
         "controllers": [line for curve in outcome.curves if (line := _controller(outcome, curve))],
         "tuned": [_tuned(outcome, way, batch) for way, batch in outcome.plan.sides],
+        "noise_known": (NOISE / task.name / "results.json").is_file(),
         "sizes": _sizes(contest, times),
         "note": NOTES.get(task.name, ""),
     }  # fmt: skip
