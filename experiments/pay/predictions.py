@@ -20,6 +20,7 @@ NAMES = {
 """Of ways, as ``advise`` names them."""
 
 
+TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 16, 32)
 NEAR = 2
 """Batches may be larger or smaller by so much than those that ``advise`` saw: in others a step
 costs another share."""
@@ -101,17 +102,27 @@ def draw(found: Sequence[Pair], out: Path) -> list[Path]:
     if not found:
         return []
 
+    from matplotlib.ticker import FixedLocator
+
     def panel_of(axes: Sequence[Any]) -> None:
         panel = axes[0]
-        top = max(1.3, *(pair.predicted for pair in found)) + 0.05
-        panel.plot([0.4, top], [0.4, top], color="0.6", lw=0.8)
+        seen = [p for pair in found for p in (pair.predicted, pair.found.value) if math.isfinite(p)]
+        bottom, top = min(0.5, 0.8 * min(seen)), max(1.3, 1.25 * max(seen))
+        panel.set(xscale="log", yscale="log", xlim=(bottom, top), ylim=(bottom, top))
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_minor_formatter("")
+            axis.set_major_locator(FixedLocator([t for t in TICKS if bottom <= t <= top]))
+            axis.set_major_formatter("{x:g}")
+        panel.plot([bottom, top], [bottom, top], color="0.6", lw=0.8)
         panel.axhline(1, color="0.8", lw=0.6)
         panel.axvline(1, color="0.8", lw=0.6)
         for number, pair in enumerate(found):
             value = min(pair.found.value, top)
-            low, high = value - min(pair.found.low, value), min(pair.found.high, top) - value
+            ends = max(bottom, pair.found.low), min(pair.found.high, top)
+            side = min(2 * pair.error, pair.predicted - bottom)
             panel.errorbar(
-                [pair.predicted], [value], yerr=[[low], [max(0.0, high)]], xerr=[2 * pair.error],
+                [pair.predicted], [value], xerr=[[side], [2 * pair.error]],
+                yerr=[[max(0.0, value - ends[0])], [max(0.0, ends[1] - value)]],
                 marker="o" if math.isfinite(pair.found.value) else "^", ms=4, lw=1, capsize=2,
                 color=f"C{number % 10}", label=f"{pair.task}, {pair.way}",
             )  # fmt: skip
