@@ -101,7 +101,8 @@ def ask(
             trainer.model, loss_fn, batches, optimizer=trainer.optimizer,
             minutes=settings.minutes, progress=progress,
         )  # fmt: skip
-    return advice, {"title": problem.title, "steps": steps, "minutes": settings.minutes}
+    facts = {"title": problem.title, "batch": problem.batch_size, "steps": steps}
+    return advice, {**facts, "minutes": settings.minutes}
 
 
 class AdviseStudy(MeasuredStudy):
@@ -195,7 +196,7 @@ def _summary(name: str, line: dict[str, Any]) -> dict[str, Any]:
     wanted = EXPECTED.get(name, "")
     return {
         "task": name,
-        "batch": int(line["title"].partition(" batch ")[2].partition(",")[0]),
+        "batch": line["batch"],
         "steps": line["steps"],
         "answer": answer,
         "change": line["change"],
