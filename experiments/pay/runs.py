@@ -228,16 +228,19 @@ class Plan:
         return [Run(cell, chosen.rate_index, seed) for seed in self.contest.seeds]
 
     def shares(self, way: Way, batch: int) -> tuple[float, ...]:
-        """The lengths at which it is reported: at its best size all it has, at others none.
+        """The lengths at which it is run: at its best size all it has, at others none.
 
-        Exact training runs to the end at several sizes; all lengths it has at its best one, at the
-        one that ends best, and at that of kept tokens: what these gain without another batch.
+        Exact training runs to the end at several sizes. All lengths it has at the one that ends
+        best, the control; two at its best one on validation data, which most ways follow, and at
+        that of kept tokens: enough to say what these gain or lose at their own size.
         """
         every = way.shares or self.contest.shares
         if way.name != EXACT:
             return every if batch == self.best_batch(way) else ()
-        if batch in (self.best_batch(way), self._kept_batch, self.control):
+        if batch == self.control:
             return every
+        if batch in (self.best_batch(way), self._kept_batch):
+            return tuple(sorted({self.contest.tuned_at, 1.0}))
         return (1.0,) if batch in self._ends else ()
 
     @property

@@ -141,6 +141,22 @@ def test_the_control_is_the_exact_training_that_ends_best_whatever_validation_ch
     assert Outcome(CONTEST, costs, [row for row in rows if row["run"] != last[0]]).control is None
 
 
+def test_exact_training_has_all_lengths_where_it_is_the_control_and_two_where_others_need_them():
+    """Validation chooses batches of 8 for exact training and of 16 for kept tokens; 4 ends best."""
+    contest = replace(CONTEST, shares=(0.25, 0.5, 1.0))
+
+    def score(run):
+        size, exact = run.cell.batch, run.cell.way == "exact"
+        if not run.cell.tested:
+            return float(size == (8 if exact else 16))
+        return 62.0 if exact and size == 4 else 60.0
+
+    costs = costs_of(contest)
+    outcome = Outcome(contest, costs, played(contest, costs, score))
+    found = {c.batch: c.shares for c in outcome.curves if c.way.name == "exact"}
+    assert found == {4: [0.25, 0.5, 1.0], 8: [0.5, 1.0], 16: [0.5, 1.0]}
+
+
 def test_batches_that_are_timed_are_of_mean_length_at_every_size():
     """Texts of 1 to 60 words, most of them short."""
 
