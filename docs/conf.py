@@ -41,6 +41,8 @@ add_module_names = False
 smartquotes = False
 highlight_language = "none"
 
+WIDE = 1300
+"""Pixels; pictures of several panels have more, and a phone scrolls them."""
 SHORT_CELL = 20
 """Characters; numbers with their errors and shapes of layers are shorter."""
 
@@ -76,8 +78,7 @@ def _mark_shapes(app, doctree):  # type: ignore[no-untyped-def]
             cell["classes"].append("short")
     for image in doctree.findall(nodes.image):
         path = Path(app.srcdir) / image["uri"]
-        width, height = imagesize.get(path) if path.is_file() else (-1, -1)
-        if width > 2 * height > 0:
+        if path.is_file() and imagesize.get(path)[0] > WIDE:
             image["classes"].append("wide")
             image.parent["classes"].append("holds-wide")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,8 +29,12 @@ def picture(
     *,
     salt: str = "",
     dpi: int = 140,
+    columns: int = 0,
 ) -> list[Path]:
-    """``<folder>/<name>.{png,svg}``: panels side by side."""
+    """``<folder>/<name>.{png,svg}``: panels side by side, ``columns`` of them in a row (0: all).
+
+    ``draw`` gets all places, in the last row more than ``panels`` if that is not full.
+    """
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
@@ -37,9 +42,11 @@ def picture(
     # A fixed salt and no date, or the file would differ each time.
     fixed: Any = {"svg.hashsalt": salt or name, "font.size": 8, "svg.fonttype": "none"}
     with mpl.rc_context(fixed):
-        canvas = Canvas(figsize=(size[0] * panels, size[1]), layout="constrained")
+        across = min(panels, columns or panels)
+        rows = math.ceil(panels / across)
+        canvas = Canvas(figsize=(size[0] * across, size[1] * rows), layout="constrained")
         FigureCanvasAgg(canvas)
-        draw(canvas.subplots(1, panels, squeeze=False)[0])
+        draw(list(canvas.subplots(rows, across, squeeze=False).flat))
         written = []
         for suffix in ("png", "svg"):
             content = io.BytesIO()

@@ -239,18 +239,19 @@ class Plan:
             return every if batch == self.best_batch(way) else ()
         if batch == self.control:
             return every
-        if batch in (self.best_batch(way), self._kept_batch):
+        if batch in (self.best_batch(way), self.kept_batch):
             return tuple(sorted({self.contest.tuned_at, 1.0}))
         return (1.0,) if batch in self._ends else ()
 
     @property
-    def _kept_batch(self) -> int | None:
+    def kept_batch(self) -> int | None:
+        """The batch size of kept tokens; ``None`` while it is not known."""
         return self.best_batch(find_way(KEPT)) if KEPT in self.contest.ways else None
 
     @property
     def _ends(self) -> list[int]:
         """The sizes at which exact training runs to the end."""
-        found = {*self.ranked(find_way(EXACT))[:SHOWN], self._kept_batch}
+        found = {*self.ranked(find_way(EXACT))[:SHOWN], self.kept_batch}
         return [size for size in self.contest.batches if size in found]
 
     @property

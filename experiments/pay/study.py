@@ -19,13 +19,13 @@ import sketchprop as sp
 
 from ..lab import ExperimentError
 from ..lab.engine import ENGINES, progress_bar, run_sweep
-from ..lab.figures import label_axes, picture
 from ..lab.pages import read_json, write_csv, write_json
 from ..lab.store import Store, read_rows, write_table
 from ..lab.study import Study, schema_of
 from ..lab.sweep import checked
 from ..tasks.table import TASKS, Task
 from .earnest import run_in_earnest
+from .figure import draw as draw_figure
 from .outcome import LEVEL, Curve, Outcome, Ratio
 from .predictions import advised, pairs
 from .predictions import draw as draw_predictions
@@ -43,8 +43,6 @@ GOALS = {"yields": 0.70, "sst2": 0.90, "mrpc": 0.90, "vit": 0.75, "gpt": 1.03,
 step."""
 
 
-SIZES = "sv^Dx"
-"""Markers of exact training by batch size."""
 FOR_THE_TUNER = ("gpt",)
 TOKENS = (KEPT, "tokens-0.2", "tokens-0.169")
 NOTES = {
@@ -106,7 +104,10 @@ class PayStudy(Study):
         if options.earnest:
             for contest in asked:
                 _earnest(outcomes[contest.task], out / contest.task, options.quiet)
-        written = [write_csv(out / "summary.csv", summary(outcomes, out)), *_draw(outcomes, out)]
+        written = [
+            write_csv(out / "summary.csv", summary(outcomes, out)),
+            *draw_figure(outcomes, out),
+        ]
         written += draw_predictions(pairs(outcomes), out)
         return self.finish(written, out, {"preset": name, **_facts(outcomes, out)})
 
@@ -190,36 +191,6 @@ def summary(outcomes: Mapping[str, Outcome], out: Path) -> list[dict[str, Any]]:
                 "quality": curve.last, "steps": curve.steps,
             })  # fmt: skip
     return lines
-
-
-def _draw(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
-    shown = [o for o in outcomes.values() if o.curves]
-    if not shown:
-        return []
-
-    def draw(axes: Sequence[Any]) -> None:
-        for panel, outcome in zip(axes, shown, strict=True):
-            _panel(panel, outcome)
-        axes[0].legend(fontsize=6, loc="lower right")
-
-    return picture(out, "figure", len(shown), draw, size=(3.4, 3.0))
-
-
-def _panel(panel: Any, outcome: Outcome) -> None:
-    control = outcome.control
-    for number, curve in enumerate(outcome.curves):
-        exact = curve.way.name == EXACT
-        label = f"exact, batch {curve.batch}" if exact else curve.way.label
-        look = {"color": curve.way.colour, "ls": curve.way.line, "marker": "o"}
-        if exact and curve is not control:
-            look |= {"color": "0.6", "marker": SIZES[number % len(SIZES)]}
-        means = [curve.mean(s, range(len(curve.points[s]))) for s in curve.shares]
-        errors = [curve.spread(s) for s in curve.shares]
-        panel.errorbar(curve.shares, means, errors, ms=4, lw=1.2, capsize=2, label=label, **look)
-    if control is not None and 1.0 in control.points:
-        panel.axhline(control.last, color="k", lw=0.6, ls=":")
-    task = TASKS[outcome.contest.task]
-    label_axes(panel, task.name, "time, of the whole", task.quality)
 
 
 def _facts(outcomes: Mapping[str, Outcome], out: Path) -> dict[str, Any]:

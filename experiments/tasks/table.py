@@ -49,6 +49,8 @@ class Task:
     """A problem, the rate it is trained at, and what exact training is held against."""
 
     name: str
+    label: str
+    """For a person."""
     make: Callable[[bool], Problem]
     rate: float
     """Of AdamW, for an exact run at the problem's batch size."""
@@ -201,24 +203,27 @@ def vit(small: bool, large: bool = False) -> Problem:
 
 _ACCURACY = "test accuracy (%)"
 _TASKS = (
-    Task("vit", vit, 1e-3, (0, 150, 600), _ACCURACY,
+    Task("vit", "ViT on CIFAR-10", vit, 1e-3, (0, 150, 600), _ACCURACY,
          "none for this size and number of steps",
          "the best of several batch sizes and rates"),
-    Task("vit-large", partial(vit, large=True), 5e-4, (0, 150, 600), _ACCURACY,
-         "none for this size and number of steps", "more than the small one after as many epochs"),
-    Task("yields", yields, 9.659e-5, (0, 120, 500), "R² on the test rows (%)",
+    Task("vit-large", "larger ViT on CIFAR-10", partial(vit, large=True), 5e-4, (0, 150, 600),
+         _ACCURACY, "none for this size and number of steps",
+         "more than the small one after as many epochs"),
+    Task("yields", "BERT on reaction yields", yields, 9.659e-5, (0, 120, 500),
+         "R² on the test rows (%)",
          "80.8 on this split after 15 epochs with dropout 0.8 (Yield-BERT, Schwaller et al. 2021); "
          "80-84 over ten splits",
          "80 after 15 epochs", pad=PAD),
-    Task("mrpc", mrpc, 5e-5, (0, 40, 120), "accuracy and F1 on the test pairs (%)",
+    Task("mrpc", "MiniLM on MRPC", mrpc, 5e-5, (0, 40, 120),
+         "accuracy and F1 on the test pairs (%)",
          "BERT-Medium: accuracy 81.6, F1 86.6; MiniLM-L12: F1 89.5",
          "what BERT-Medium has, within the spread of seeds", pad=PAD, second=f1),
-    Task("sst2", sst2, 5e-5, (0, 30, 100), _ACCURACY,
+    Task("sst2", "MiniLM on SST-2", sst2, 5e-5, (0, 30, 100), _ACCURACY,
          "BERT-Small: 89.7; MiniLMv2-L6 on dev: 86.2, 89.9, 90.5, 92.0 after epochs 1 to 4",
          "86 on dev after an epoch", pad=PAD),
-    Task("sst2-padded", padded_sst2, 5e-5, (0, 30, 100), _ACCURACY,
+    Task("sst2-padded", "MiniLM on SST-2, padded", padded_sst2, 5e-5, (0, 30, 100), _ACCURACY,
          "as sst2", "as sst2: only the batches differ", pad=PAD),
-    Task("gpt", gpt, 1e-3, (0, 300, 1500), "validation loss, negative",
+    Task("gpt", "GPT over characters", gpt, 1e-3, (0, 300, 1500), "validation loss, negative",
          "1.88 after 2,000 steps (nanoGPT's setting for a CPU)", "1.88 after 2,000 steps"),
 )  # fmt: skip
 TASKS = {task.name: task for task in _TASKS}

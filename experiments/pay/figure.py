@@ -1,0 +1,72 @@
+"""Quality against time, a panel for each task and one legend for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..lab.figures import label_axes, picture
+from ..tasks.table import TASKS
+from .outcome import Curve, Outcome
+from .ways import EXACT
+
+COLUMNS = 3
+CONTROL = "exact, the batch that ends best"
+SAME = "exact, the batch of Tokens(0.3)"
+OTHER = "exact, other batches"
+LOOKS: dict[str, dict[str, Any]] = {
+    CONTROL: {"color": "k", "ls": "-", "marker": "o", "zorder": 4},
+    SAME: {"color": "0.45", "ls": "--", "marker": "s"},
+    OTHER: {"color": "0.75", "ls": "-", "marker": "v"},
+}
+
+
+def draw(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
+    """``figure.{png,svg}`` of the tasks that have runs."""
+    shown = [outcome for outcome in outcomes.values() if outcome.curves]
+    if not shown:
+        return []
+
+    def draw_all(axes: Sequence[Any]) -> None:
+        handles: dict[str, Any] = {}
+        for panel, outcome in zip(axes, shown, strict=False):
+            handles |= _panel(panel, outcome)
+        for empty in axes[len(shown) :]:
+            empty.axis("off")
+        first = [label for label in LOOKS if label in handles]
+        labels = [*first, *(label for label in handles if label not in LOOKS)]
+        axes[len(shown)].legend(
+            [handles[label] for label in labels], labels, loc="center left", frameon=False
+        )
+
+    return picture(out, "figure", len(shown) + 1, draw_all, size=(3.4, 2.9), columns=COLUMNS)
+
+
+def _panel(panel: Any, outcome: Outcome) -> dict[str, Any]:
+    """Draws the curves of a task; what stands for each in the legend."""
+    control, handles = outcome.control, {}
+    for curve in sorted(outcome.curves, key=lambda curve: curve is control):
+        label = _label(outcome, curve)
+        look = LOOKS.get(label) or {
+            "color": curve.way.colour, "ls": curve.way.line, "marker": "o", "zorder": 3,
+        }  # fmt: skip
+        means = [curve.mean(s, range(len(curve.points[s]))) for s in curve.shares]
+        errors = [curve.spread(s) for s in curve.shares]
+        handles[label] = panel.errorbar(
+            curve.shares, means, errors, ms=4, lw=1.2, elinewidth=0.8, capsize=2, **look
+        )
+    if control is not None and 1.0 in control.points:
+        panel.axhline(control.last, color="k", lw=0.6, ls=":")
+    task = TASKS[outcome.contest.task]
+    panel.set_xticks(outcome.contest.shares)
+    label_axes(panel, task.label, "time, of the whole", task.quality)
+    return handles
+
+
+def _label(outcome: Outcome, curve: Curve) -> str:
+    if curve.way.name != EXACT:
+        return curve.way.label
+    if curve is outcome.control:
+        return CONTROL
+    return SAME if curve.batch == outcome.plan.kept_batch else OTHER
