@@ -72,7 +72,7 @@ _WAYS = (
         shares=(0.5, 1.0),
     ),
     Way(TUNER, "Tuner", "Tokens(0.3)", "C2", control=TUNER, shares=(0.5, 1.0)),
-    Way("rows-0.3", "Rows(0.3) by token", 'Rows(0.3, unit="token")', "C1", ":", shares=(1.0,)),
+    Way("rows-0.3", "Rows(0.3) by token", 'Rows(0.3, unit="token")', "C1", ":", shares=(0.5, 1.0)),
     Way(PEER, "VCAS", "", "C4", ":", control=PEER, shares=(1.0,)),
     Way(NONZERO, "rows that are not zero", 'Rows(1.0, by="nonzero")', "C3"),
 )

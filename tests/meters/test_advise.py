@@ -166,7 +166,7 @@ def test_an_optimizer_without_a_state_is_warned_of():
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters())
     answer = sp.advise(model, loss_fn, make_batches(3), optimizer=optimizer, minutes=0.1)
-    assert any("no state yet" in text for text in answer.warnings)
+    assert any("not made a step yet" in text for text in answer.warnings)
 
 
 def state_of(model, optimizer):

@@ -88,9 +88,9 @@ def test_the_optimizer_of_the_factory_or_one_by_name_gives_the_metric(run, mine)
     for options in (["--model", f"{mine}:with_optimizer"], ["--optimizer", "adam"]):
         given = ["--model", f"{mine}:make", *options]
         _, out, _ = run(*asked, *given)
-        assert "no state yet" not in out
+        assert "not made a step yet" not in out
     _, out, _ = run("advise", "--minutes", "0.05", "--model", f"{mine}:with_optimizer")
-    assert "no state yet" in out
+    assert "not made a step yet" in out
 
 
 def test_a_trial_says_who_is_ahead_and_draws_it(run, mine, tmp_path):

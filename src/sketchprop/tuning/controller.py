@@ -43,7 +43,7 @@ class Probe:
     total: float
     """‖g_batch‖², an estimate of ‖g‖² + σ²."""
     noise: tuple[float, ...]
-    """‖ĝ - g‖² with one unit sketched, for each unit."""
+    """V with one unit sketched, for each unit: ‖ĝ - g‖², or what costs SGD as many steps."""
     noise_together: float
 
     @property

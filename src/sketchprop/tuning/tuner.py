@@ -18,9 +18,8 @@ from ..core.stopwatch import synchronise
 from ..layers import SketchedModule
 from ..layers.isolation import no_gradient_hooks
 from ..meters.monitor import Writer
-from ..meters.noise.metric import adaptive, ready, weighted, weights
-from ..meters.noise.passes import Gradients, Loss, squared_norm
-from ..meters.noise.variance import visible_distance
+from ..meters.noise.metric import Pace, adaptive, noise_of, ready
+from ..meters.noise.passes import Gradients, Loss
 from ..meters.restore import check_model, restored
 from ..sketches import AnySketch, Tokens
 from .controller import Controller, Probe, check_ladder
@@ -42,7 +41,7 @@ class Tuner:
     ``share`` of the time of training, and ever less while the answer stays 'exact'. Training is
     not disturbed: not the gradients, the buffers, the optimizer, or the random state.
 
-    ``optimizer``: noise is measured as it sees it: Adam and its kin divide by √v̂ + ε.
+    ``optimizer``: noise counts by the steps that it costs this one, SGD or Adam.
     ``groups``: at most so many groups of neighbouring units have budgets of their own.
     ``gain``: a move has to promise more than that. ``frozen=True`` probes and moves nothing.
     ``couple=True`` multiplies the learning rate in each step of the optimizer by
@@ -160,17 +159,19 @@ class Tuner:
                         self._give(budgets)
                     return self._timed(gradients, batch, budgets is None)
 
+                pace = Pace.of(plain, adaptive(self.optimizer))
+
+                def added(found: list[Tensor]) -> float:
+                    """V for which N/(‖g‖² + σ²) is the number of steps that are needed."""
+                    return pace.total * (pace.steps(noise_of(found, plain)) - 1)
+
                 first, _ = timed(None)
                 together, found = timed(trial)
-                noise = [a - b for a, b in zip(found, plain, strict=True)]
-                factors = weights(self.optimizer, parameters, noise)
-                exact = weighted(plain, factors)
-                total = math.fsum(map(squared_norm, exact))
-                noise_together = visible_distance(weighted(found, factors), exact)
+                noise_together = added(found)
                 alone = []
                 for i in range(count):
                     seconds, found = timed([trial[k] if k == i else 1.0 for k in range(count)])
-                    alone.append((seconds, visible_distance(weighted(found, factors), exact)))
+                    alone.append((seconds, added(found)))
                 last, _ = timed(None)
             # Budgets in force come back with the sketches, which ``restored`` keeps.
         # The faster of two: what disturbs a pass makes it slower, and a sketch must not win by it.
@@ -185,7 +186,7 @@ class Tuner:
             together=together,
             elsewhere=max(0.0, step - (seconds - saved)),
             cost=self.clock() - start,
-            total=total,
+            total=pace.total,
             noise=tuple(v for _, v in alone),
             noise_together=noise_together,
         )

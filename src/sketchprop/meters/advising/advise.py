@@ -44,12 +44,12 @@ def advise(
     Tries the sketches that fit: kept tokens where blocks are known, the rows that are not zero
     where many are, rows by token, whole samples, columns; and half of the batch as the control.
     For each the time of a step (in turns with exact ones) and the noise that it adds, in about
-    ``minutes``. What counts is the time to equal quality over exact:
-    ρ(‖g‖² + σ² + V)/(‖g‖² + σ²).
+    ``minutes``. What counts is the time to equal quality over exact: the time of a step, times
+    (‖g‖² + σ² + V)/(‖g‖² + σ²) with SGD, or what Adam makes of V (``meters/noise/metric.py``).
 
     ``batches``: at least two, better eight, of a list or a loader; no more are taken.
-    ``optimizer``: noise as it sees it, divided by √v̂ + ε with Adam. Ask after some hundred steps
-    of training, not at the first: noise grows. ``progress`` is told the share that is done.
+    ``optimizer``: the one that trains; steps are counted as it sees noise. Ask after some hundred
+    steps of training, not at the first: noise grows. ``progress`` is told the share that is done.
     ``trial``: minutes for a short training with the optimizer afterwards, exact, with the best
     candidate and with half of each batch, see ``trial``; the answer is ``advice.trial``.
     The model, gradients, buffers, optimizer and random state are left as they were.
@@ -162,8 +162,8 @@ def _told(
         )
     if optimizer is not None and adaptive(optimizer) and not ready(optimizer):
         found.append(
-            "the optimizer has no state yet, so that noise was measured as SGD sees it; ask again "
-            "after some hundred steps"
+            "the optimizer has not made a step yet, and noise grows: ask again after some hundred "
+            "steps"
         )
     if any(option.sound and (option.noise or 0.0) > 0.1 for option in options):
         found.append("gradient clipping is not seen: noise that it cuts makes the mean biased")

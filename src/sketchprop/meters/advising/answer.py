@@ -18,7 +18,7 @@ from .trial import Trial
 MARGIN = 0.02
 """What a change has to gain at least, so that it is advised."""
 DROWNED = 1 / 3
-"""V over ‖g‖² + σ² from which on training is known to stall."""
+"""Noise from which on training is known to stall."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -33,9 +33,9 @@ class Option:
     time: float | None = None
     """ρ: the time of a step."""
     noise: float | None = None
-    """V/(‖g‖² + σ²)."""
+    """How many more steps are needed: V/(‖g‖² + σ²) with SGD; ``noise/metric.py`` for Adam."""
     change: float | None = None
-    """ρ(‖g‖² + σ² + V)/(‖g‖² + σ²): the predicted time to equal quality."""
+    """ρ(1 + noise): the predicted time to equal quality."""
     error: float = math.inf
     memory: float | None = None
     """Bytes saved for backward."""
@@ -117,8 +117,8 @@ class Advice:
         if best is None:
             calmest = min(tried, key=lambda option: option.noise or 0.0)
             return (
-                f"the noise of each drowns the gradient; the calmest, {calmest.name}, adds "
-                f"{ratio(calmest.noise or 0.0)} its square"
+                f"the noise of each drowns the gradient; the calmest, {calmest.name}, needs "
+                f"{ratio(1 + (calmest.noise or 0.0))} the steps"
             )
         numbers = (
             f"a step with {best.name} takes {ratio(best.time or 1.0)} the time and "
@@ -160,7 +160,7 @@ class Advice:
 
     def tables(self) -> list[Table]:
         columns = (
-            *(words("tried"), Column("time", ".3f"), Column("V/(‖g‖²+σ²)", ".3g")),
+            *(words("tried"), Column("time", ".3f"), Column("noise", ".3g")),
             *(Column("in all", ".3f"), Column("±", ".2g"), Column("memory", ".3f"), words("note")),
         )
         shown = [*self.options, *([] if self.control is None else [self.control])]
@@ -168,7 +168,7 @@ class Advice:
             (o.name, o.time, o.noise, o.change, _finite(o.error), o.memory, o.note) for o in shown
         ]
         note = (
-            "Over exact steps: time of a step, noise that is added, time to the same quality, "
+            "Over exact steps: time of a step, steps that noise adds, time to the same quality, "
             f"bytes saved for backward. {self.batches} batches, {self.seconds:.0f} s; "
             f"‖g‖²/σ² = {self.signal:.3g}; {self.live:.0%} of the gradient's rows are not 0."
         )

@@ -18,10 +18,9 @@ from ...core.stopwatch import clock_of, in_turns, synchronise
 from ...layers.isolation import no_gradient_hooks
 from ..cost.memory import bytes_of
 from ..cost.timing import compare, times_of
-from ..noise.metric import weighted, weights
+from ..noise.metric import Pace, adaptive, noise_of
 from ..noise.passes import Gradients, Loss, scalar_loss, squared_norm
 from ..noise.passes import seed as seed_generators
-from ..noise.variance import visible_distance
 from ..restore import Buffers, restored, tensors_in
 from .answer import DROWNED, Option
 from .candidates import Candidate
@@ -38,9 +37,9 @@ FOR_HALF = 5
 
 
 class _Draw(NamedTuple):
-    """One sketched gradient: ‖ĝ - g‖²/(‖g‖² + σ²), and the seconds of both passes."""
+    """One sketched gradient: ‖ĝ - g‖² by parameter, and the seconds of both passes."""
 
-    noise: float
+    noise: list[float]
     exact: float
     sketched: float
 
@@ -60,45 +59,36 @@ class Meter:
         self.model, self.loss_fn, self.batches = model, loss_fn, batches
         self.seed, self.a_pass = seed_, a_pass
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = optimizer
-        self.factors = weights(optimizer, self.parameters)
-        self.squares: list[Tensor] = []
-        """The mean square of the batches' gradients, by coordinate; where Adam divides."""
         self.bytes = bytes_of(model, loss_fn, batches[0]).total
-        self.total, self.sigma2 = self._of_batches()
-        if not 0 < self.total < math.inf:
+        self.pace, self.between = self._of_batches(adaptive(optimizer))
+        if not 0 < self.pace.total < math.inf:
             raise ValueError("the gradient is zero, or not finite, on these batches")
 
     @property
     def signal(self) -> float:
         """‖g‖²/σ²."""
-        return max(0.0, self.total - self.sigma2) / self.sigma2 if self.sigma2 else math.inf
+        sigma2 = math.fsum(self.between)
+        return max(0.0, self.pace.total - sigma2) / sigma2 if sigma2 else math.inf
 
-    def _of_batches(self) -> tuple[float, float]:
-        """‖g‖² + σ², the mean of ‖g_k‖², and σ² = (Σ‖g_k‖² - M‖ḡ‖²)/(M - 1)."""
+    def _of_batches(self, divides: bool) -> tuple[Pace, list[float]]:
+        """Gradients of the batches; and σ² = (Σ‖g_k‖² - M‖ḡ‖²)/(M - 1) of each parameter."""
         count = len(self.batches)
-        mean: list[Tensor] = []
-        norms = []
+        mean = [torch.zeros_like(p) for p in self.parameters]
+        squares = [0.0] * len(mean)
         for batch in self.batches:
             seed_generators(self.parameters[0].device, self.seed)
             loss = scalar_loss(self.loss_fn, self.model, batch)
             found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-            pairs = zip(found, self.parameters, strict=True)
-            plain = [torch.zeros_like(p) if x is None else x for x, p in pairs]
-            if self.factors is not None:
-                self.squares = self.squares or [torch.zeros_like(x) for x in plain]
-                for square, x in zip(self.squares, plain, strict=True):
-                    square.addcmul_(x, x, value=1 / count)
-            g = weighted(plain, self.factors)
-            norms.append(math.fsum(map(squared_norm, g)))
-            mean = (
-                [x / count + y for x, y in zip(g, mean, strict=True)]
-                if mean
-                else [x / count for x in g]
-            )
-        of_mean = math.fsum(map(squared_norm, mean))
-        sigma2 = (math.fsum(norms) - count * of_mean) / (count - 1)
-        return fmean(norms), max(0.0, sigma2)
+            for i, g in enumerate(found):
+                if g is not None:
+                    mean[i] += g / count
+                    squares[i] += squared_norm(g) / count
+        of_mean = [squared_norm(x) for x in mean]
+        between = [
+            max(0.0, count * (s - m) / (count - 1)) for s, m in zip(squares, of_mean, strict=True)
+        ]
+        sizes = tuple(p.numel() for p in self.parameters)
+        return Pace(sizes, tuple(squares), tuple(of_mean), divides), between
 
     def measured(self, candidate: Candidate, seconds: float) -> Option:
         """Time, noise and bytes of a candidate, in about so many ``seconds``."""
@@ -121,11 +111,11 @@ class Meter:
             if left > FOR_TIMES * self.a_pass:
                 batch = self.batches[0]
                 times = times_of(self.model, self.loss_fn, batch, (2, MOST_ROUNDS), left)
-        added = [draw.noise for draw in draws]
-        noise = fmean(added)
+        by_parameter = zip(*(draw.noise for draw in draws), strict=True)
+        noise = self.pace.steps([fmean(own) for own in by_parameter]) - 1
         if not math.isfinite(noise):
             return replace(option, note="its gradient is not finite")
-        spread = stdev(added) / math.sqrt(len(added))
+        spread = stdev([self.pace.steps(d.noise) for d in draws]) / math.sqrt(len(draws))
         return replace(
             option,
             time=times.ratio,
@@ -142,17 +132,12 @@ class Meter:
         batches = self.batches[:NOISE_BATCHES] if passes > 4 * LEAST_PASSES else self.batches[:2]
         count = max(1, min(MOST_DRAWS, int(passes / 2 / len(batches)) - 1))
         found = []
-        factors, total = None, self.total
         with gradients.switch.installed():
             for batch in batches:
                 exact_seconds, exact = self._timed(partial(gradients.exact, batch))
                 for number in range(count):
                     seconds, drawn = self._timed(partial(gradients.sketched, batch, number))
-                    if self.squares and factors is None:
-                        factors, total = self._with_noise(drawn, exact)
-                    a, b = weighted(drawn, factors), weighted(exact, factors)
-                    noise = visible_distance(a, b) / total
-                    found.append(_Draw(noise, exact_seconds, seconds))
+                    found.append(_Draw(noise_of(drawn, exact), exact_seconds, seconds))
         return found
 
     def _timed(self, run: Callable[[], list[Tensor]]) -> tuple[float, list[Tensor]]:
@@ -163,16 +148,6 @@ class Meter:
         found = run()
         synchronise(device)
         return clock() - begin, found
-
-    def _with_noise(
-        self, drawn: Sequence[Tensor], exact: Sequence[Tensor]
-    ) -> tuple[list[Tensor] | None, float]:
-        """Adam's metric as it will be with this noise, and ‖g‖² + σ² in it."""
-        noise = [a - b for a, b in zip(drawn, exact, strict=True)]
-        factors = weights(self.optimizer, self.parameters, noise)
-        assert factors is not None
-        pairs = zip(self.squares, factors, strict=True)
-        return factors, math.fsum(float((s * w.square()).double().sum()) for s, w in pairs)
 
     def half(self, seconds: float) -> Option | None:
         """Half of the batch, exact: σ² doubles. ``None`` where the batch cannot be cut."""
@@ -192,7 +167,7 @@ class Meter:
                 times = compare(*in_turns(actions, (2, MOST_ROUNDS), device, seconds))
         except Exception:
             return None  # a batch that means something as a whole
-        noise = self.sigma2 / self.total
+        noise = self.pace.steps(self.between) - 1
         change, error = times.ratio * (1 + noise), (1 + noise) * times.ratio_error
         note = "the control: exact gradients of fewer samples"
         return Option("half of the batch", "", times.ratio, noise, change, error, note=note)

@@ -1,61 +1,99 @@
-"""Gradients as the optimizer sees them: Adam divides by √v̂ + ε, and noise with them."""
+"""What noise costs an optimizer in steps.
+
+SGD moves along the gradient, and what limits its rate is the mean square of it: with the noise V
+it needs (‖g‖² + σ² + V)/(‖g‖² + σ²) times the steps.
+
+Adam and its kin divide by √v, v the mean square of each coordinate, and noise is part of v. With
+V in v a parameter moves as far as without it; only less of that is signal: the progress of a step
+is Σ ‖g‖²/√(s + V) over the parameters, s the mean square without V. Where the curvature is like
+the Fisher information, H ∝ s, what the rate is limited by, Σ H (s + V)/(s + V), does not change. At
+its best rate the progress is the square of the first over the second, so it needs
+
+    (Σ ‖g‖²/√s)² / (Σ ‖g‖²/√(s + V))²
+
+times the steps. For noise in proportion to s both are 1 + V/s. But a fine-tuned encoder has much of
+its signal in parameters next to the loss, whose gradients are exact, and most of V elsewhere, where
+it has little to drown.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from .passes import squared_norm
+from .variance import visible_distance
 
 
 def adaptive(optimizer: Any) -> bool:
     """Whether the optimizer divides gradients by the root of their running square."""
+    if optimizer is None:
+        return False
     return any("betas" in group or _squares(optimizer) for group in optimizer.param_groups)
 
 
 def ready(optimizer: Any) -> bool:
-    """Whether what it divides by is known; True for an optimizer that does not divide."""
+    """Whether it has made a step, as far as can be told: True for one that does not divide."""
     return not adaptive(optimizer) or _squares(optimizer)
-
-
-def weights(
-    optimizer: Any, parameters: Sequence[Tensor], noise: Sequence[Tensor] | None = None
-) -> list[Tensor] | None:
-    """1/(√(v̂ + n) + ε) for each parameter, and 0 for one that has had no gradient yet.
-
-    ``noise``: a draw of ĝ - g; n is the mean of its squares in a parameter, which v̂ will have in
-    it once one trains so. Without n noise in a parameter whose gradient is next to zero, as that
-    of the bias of keys in attention, would count as if Adam never learnt of it.
-    ``None`` for an optimizer that does not divide, such as SGD: its metric is Euclidean.
-    """
-    if optimizer is None or not _squares(optimizer):
-        return None
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    added: Sequence[Tensor | None] = noise or [None] * len(parameters)
-    return [
-        _weight(optimizer.state.get(p, {}), groups.get(p, {}), p, n)
-        for p, n in zip(parameters, added, strict=True)
-    ]
-
-
-def weighted(gradient: Sequence[Tensor], factors: Sequence[Tensor] | None) -> list[Tensor]:
-    if factors is None:
-        return list(gradient)
-    return [g * w for g, w in zip(gradient, factors, strict=True)]
 
 
 def _squares(optimizer: Any) -> bool:
     return any("exp_avg_sq" in s or "square_avg" in s for s in optimizer.state.values())
 
 
-def _weight(state: Any, group: Any, parameter: Tensor, noise: Tensor | None) -> Tensor:
-    v = state.get("exp_avg_sq", state.get("square_avg"))
-    if v is None or v.shape != parameter.shape:
-        return torch.zeros_like(parameter)
-    if "exp_avg_sq" in state and "step" in state and "betas" in group:
-        v = v / (1 - group["betas"][1] ** torch.as_tensor(state["step"], device=v.device))
-    if noise is not None:
-        v = v + noise.square().mean()
-    weight: Tensor = 1 / (v.sqrt() + group.get("eps", 1e-8))
-    return weight
+@dataclass(frozen=True)
+class Pace:
+    """What an optimizer is given in each step, parameter by parameter, and what noise makes of it.
+
+    ``squares``: the mean of ‖g_k‖² over batches; ``signal``: ‖ḡ‖² of their mean, which has some of
+    their noise in it: of few batches without a clear signal all parameters count alike.
+    """
+
+    sizes: tuple[int, ...]
+    squares: tuple[float, ...]
+    signal: tuple[float, ...]
+    divides: bool
+
+    @classmethod
+    def of(cls, gradient: Sequence[Tensor], divides: bool) -> Pace:
+        """From one batch alone."""
+        squares = tuple(map(squared_norm, gradient))
+        return cls(tuple(g.numel() for g in gradient), squares, squares, divides)
+
+    @property
+    def total(self) -> float:
+        """‖g‖² + σ²."""
+        return math.fsum(self.squares)
+
+    def steps(self, noise: Sequence[float]) -> float:
+        """How many times the steps are needed with E‖ĝ - g‖² = ``noise``, by parameter.
+
+        >>> Pace((4, 4), (1.0, 1.0), (1.0, 1.0), divides=False).steps((0.0, 3.0))
+        2.5
+        >>> Pace((4, 4), (1.0, 1.0), (1.0, 1.0), divides=True).steps((3.0, 3.0))
+        4.0
+        >>> Pace((4, 4), (1.0, 1.0), (1.0, 0.0), divides=True).steps((0.0, 3.0))
+        1.0
+        """
+        if not self.divides or not all(map(math.isfinite, noise)):
+            return 1 + math.fsum(noise) / self.total
+        plain = noisy = 0.0
+        for size, square, signal, added in zip(
+            self.sizes, self.squares, self.signal, noise, strict=True
+        ):
+            if square > 0:
+                progress = signal / math.sqrt(square / size)
+                plain += progress
+                noisy += progress / math.sqrt(1 + added / square)
+        return (plain / noisy) ** 2 if noisy else 1.0
+
+
+def noise_of(drawn: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """‖ĝ - g‖² of each parameter; 0 in all where that is what rounding leaves."""
+    if not visible_distance(drawn, exact):
+        return [0.0] * len(exact)
+    return [squared_norm(a - b) for a, b in zip(drawn, exact, strict=True)]
