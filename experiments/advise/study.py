@@ -143,7 +143,8 @@ class AdviseStudy(MeasuredStudy):
             raise ExperimentError("nothing was asked yet; give the command without --trial first")
         tried = _trials(out)
         for name, answer in asked.items():
-            if options.task not in (None, name) or (name in tried and not options.task):
+            done = name in tried and tried[name]["way"] == least(answer)["name"]
+            if options.task not in (None, name) or (done and not options.task):
                 continue
             problem, trainer, _ = trained(name, settings, out)
             with telling(name, options.quiet) as progress:
@@ -153,7 +154,8 @@ class AdviseStudy(MeasuredStudy):
             if not options.quiet:
                 change = stored(line).change(line["way"])
                 found = "-" if change is None else f"{change.value:.2f}"
-                sys.stderr.write(f"{name}, {line['way']}: {line['predicted']:.2f}, {found}\n")
+                change_said = least(answer)["change"]
+                sys.stderr.write(f"{name}, {line['way']}: {change_said:.2f}, {found}\n")
 
     def results(self, settings: Settings, out: Path) -> tuple[list[Path], dict[str, Any]]:
         found = read_json(out / "results.json")
@@ -169,11 +171,11 @@ class AdviseStudy(MeasuredStudy):
         ]
         trials = _trials(out)
         if trials:
-            written += draw(pairs(trials), out)
+            written += draw(pairs(trials, found), out)
         facts = {
-            "trials": [cells(task, line) for task, line in trials.items()],
+            "trials": [cells(task, line, found[task]) for task, line in trials.items()],
             "trial": next(iter(trials.values()), None),
-            "held": summary_of_pairs(pairs(trials)),
+            "held": summary_of_pairs(pairs(trials, found)),
             "lines": [_cells(line) for line in summary],
             "found": found,
             "tables": {name: _table(line) for name, line in found.items()},

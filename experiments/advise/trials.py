@@ -27,6 +27,13 @@ def least(line: Mapping[str, Any]) -> dict[str, Any]:
     return min(measured, key=lambda option: option["change"])
 
 
+def said(answer: Mapping[str, Any], way: str) -> tuple[float, float] | None:
+    """The change that an answer predicts of a way, with its error; ``None``: it was not tried."""
+    changes = {o["name"]: (o["change"], o["error"]) for o in answer["options"]}
+    value, error = changes.get(way, (None, None))
+    return None if value is None or error is None else (value, error)
+
+
 def try_out(
     problem: Problem,
     trainer: Trainer,
@@ -43,8 +50,7 @@ def try_out(
         clock=time.process_time, progress=progress,
     )  # fmt: skip
     return {
-        "way": option["name"], "predicted": option["change"], "error": option["error"],
-        "minutes": minutes, "machine": made_on(),
+        "way": option["name"], "minutes": minutes, "machine": made_on(),
         "curves": {way.name: [_rounded(curve) for curve in way.curves] for way in found.ways},
     }  # fmt: skip
 
@@ -68,19 +74,21 @@ def _endless(problem: Problem) -> Iterator[Batch]:
     return (problem.draw(source, problem.batch_size) for _ in itertools.count())
 
 
-def pairs(trials: Mapping[str, Mapping[str, Any]]) -> list[Pair]:
+def pairs(
+    trials: Mapping[str, Mapping[str, Any]], answers: Mapping[str, Mapping[str, Any]]
+) -> list[Pair]:
     """Those in which a loss fell far enough to compare times."""
     found = []
     for task, line in trials.items():
-        change = stored(line).change(line["way"])
-        if change is not None:
+        change, told = stored(line).change(line["way"]), said(answers[task], line["way"])
+        if change is not None and told is not None:
             spread = 2 * change.error
             ratio = Ratio(change.value, change.value - spread, change.value + spread, 0.0)
-            found.append(Pair(task, line["way"], line["predicted"], line["error"], ratio))
+            found.append(Pair(task, line["way"], *told, ratio))
     return found
 
 
-def cells(task: str, line: Mapping[str, Any]) -> list[str]:
+def cells(task: str, line: Mapping[str, Any], answer: Mapping[str, Any]) -> list[str]:
     def with_error(value: float | None, error: float | None) -> str:
         if value is None or error is None:
             return "-"
@@ -90,7 +98,7 @@ def cells(task: str, line: Mapping[str, Any]) -> list[str]:
     gain, change = trial.gain(name), trial.change(name)
     place = "ahead" if gain.value > 0 else "behind"
     return [
-        task, f"`{line['way']}`", with_error(line["predicted"], line["error"]),
+        task, f"`{line['way']}`", with_error(*(said(answer, line["way"]) or (None, None))),
         "-" if change is None else with_error(change.value, change.error),
         with_error(gain.value, gain.error), place if trial.certain(name) else "not certain",
         " / ".join(f"{way.steps:.0f}" for way in trial.ways),
