@@ -50,6 +50,10 @@ NOTES = {
     "of the time, as was foretold. But on one core small batches cost hardly more a picture than "
     "large ones, exact training ends best with a small one, and there kept tokens save little: "
     "what is drawn and gathered takes one to two milliseconds a block, whatever the batch.",
+    "sst2": "A gain at the same batch, and none that is certain against exact training at its "
+    "best: sentences of 13 word pieces leave little to drop. `Rows` by token, a control here, ends "
+    "above exact training at its batch in each of the five seeds, by 0.8 points in the mean, which "
+    "`advise` did not foretell; why is open.",
 }
 """What explains a result, by task."""
 
