@@ -284,8 +284,11 @@ def _predicted(task: str) -> str:
     """What ``advise`` said of the task before anything was trained."""
     for row in advised("summary.csv"):
         if row["task"] == task:
-            change, answer = float(row["change"]), row["answer"]
-            return answer if change == 1 else f"{change:.2f}: `{answer}`"
+            change, answer = (
+                float(row["change"]),
+                row["answer"].removeprefix("sp.sketch_(model, sp."),
+            )
+            return answer if change == 1 else f"{change:.2f}, `{answer[:-1]}`"
     return ""
 
 
