@@ -289,11 +289,9 @@ def _predicted(task: str) -> str:
     """What ``advise`` said of the task before anything was trained."""
     for row in advised("summary.csv"):
         if row["task"] == task:
-            change, answer = (
-                float(row["change"]),
-                row["answer"].removeprefix("sp.sketch_(model, sp."),
-            )
-            return answer if change == 1 else f"{change:.2f}, `{answer[:-1]}`"
+            change, line = float(row["change"]), row["answer"]
+            sketch = line.removeprefix("sp.sketch_(model, sp.").removesuffix(")")
+            return line if change == 1 else f"{change:.2f}, `{sketch}`"
     return ""
 
 
