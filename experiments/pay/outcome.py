@@ -99,7 +99,8 @@ class Outcome:
                 steps = max(row["steps"] for row in found)
         if not points:
             return None
-        return Curve(way, batch, chosen.learning_rate, points, second, steps)
+        rate = self.contest.rates[chosen.rate_index]
+        return Curve(way, batch, rate, points, second, steps)
 
     def _done(self, runs: Sequence[Run]) -> list[Row]:
         """All of them, or none."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from torch import nn
 
@@ -24,6 +25,10 @@ FIRST = (1, 2, 3)
 """The places of the rates that are tried first; of the two beside them one may follow."""
 SHOWN = 3
 """Batch sizes of exact training that are reported."""
+FINALISTS = 2
+"""Rates that all seeds try which choose them; the first of these seeds tries more."""
+TWO = (0.5, 1.0)
+"""Lengths of time that say how soon exact training has what a way has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +126,9 @@ class Contest:
     rates: tuple[float, ...] = ()
     ways: tuple[str, ...] = (EXACT, "tokens-0.3", "tokens-0.2", "rows-0.3", "tuner")
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    tuning_seed: int = 100
-    """Chooses rates and batch sizes; not reported."""
+    tuning_seeds: tuple[int, ...] = (100,)
+    """They choose rates and batch sizes and are not reported: the first tries all rates, the others
+    the best two of those."""
     tuned_at: float = 0.5
     """The share of the time at which rates are chosen."""
     shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
@@ -164,6 +170,14 @@ class Contest:
         )  # fmt: skip
 
 
+class Choice(NamedTuple):
+    """A rate that was chosen."""
+
+    rate_index: int
+    score: float
+    """On validation data, in the mean over the seeds that chose it."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The runs of a contest, knowing what steps cost and the scores of runs that are done."""
@@ -187,24 +201,40 @@ class Plan:
         return found
 
     def tried(self, way: Way, batch: int) -> list[Run]:
-        """Those that choose the rate: three, and one more where the best is at an edge."""
-        contest = self.contest
-        cell = contest.cell(way, batch, contest.tuned_at, self.costs, tested=0)
-        places = list(FIRST)
-        runs = [Run(cell, place, contest.tuning_seed) for place in places]
-        if all(run.identity in self.scores for run in runs):
-            best = max(runs, key=lambda run: self.scores[run.identity]).rate_index
-            beside = {FIRST[0]: FIRST[0] - 1, FIRST[-1]: FIRST[-1] + 1}.get(best)
-            if beside is not None:
-                runs.append(Run(cell, beside, contest.tuning_seed))
-        return runs
+        """Those that choose the rate: three, one more where the best is at an edge, and the best
+        two again with each further seed."""
+        first, *others = self.contest.tuning_seeds
+        cell = self.contest.cell(way, batch, self.contest.tuned_at, self.costs, tested=0)
+        runs = [Run(cell, place, first) for place in FIRST]
+        if not self._known(runs):
+            return runs
+        beside = {FIRST[0]: FIRST[0] - 1, FIRST[-1]: FIRST[-1] + 1}
+        best = max(runs, key=self._score).rate_index
+        if best in beside:
+            runs.append(Run(cell, beside[best], first))
+        if not self._known(runs):
+            return runs
+        finalists = sorted(runs, key=self._score, reverse=True)[:FINALISTS]
+        return runs + [Run(cell, run.rate_index, seed) for seed in others for run in finalists]
 
-    def chosen(self, way: Way, batch: int) -> Run | None:
-        """The best of them; ``None`` while one is missing."""
+    def _known(self, runs: Sequence[Run]) -> bool:
+        return all(run.identity in self.scores for run in runs)
+
+    def _score(self, run: Run) -> float:
+        return self.scores[run.identity]
+
+    def chosen(self, way: Way, batch: int) -> Choice | None:
+        """The best in the mean of those that all seeds tried; ``None`` while a run is missing."""
         runs = self.tried(way, batch)
-        if any(run.identity not in self.scores for run in runs):
+        if not self._known(runs):
             return None
-        return max(runs, key=lambda run: self.scores[run.identity])
+        last = self.contest.tuning_seeds[-1]
+        means = [
+            Choice(run.rate_index, fmean(self._score(r) for r in runs if r.rate_index == run.rate_index))
+            for run in runs
+            if run.seed == last
+        ]
+        return max(means, key=lambda choice: choice.score)
 
     def best_batch(self, way: Way) -> int | None:
         """The size that did best on validation data; ``None`` while it is not known."""
@@ -216,7 +246,7 @@ class Plan:
     def ranked(self, way: Way) -> list[int]:
         """Its batch sizes, the one that did best on validation data first; empty: not known yet."""
         found = {size: self.chosen(way, size) for size in self.contest.batches}
-        known = {size: self.scores[run.identity] for size, run in found.items() if run}
+        known = {size: choice.score for size, choice in found.items() if choice}
         return sorted(known, key=lambda size: -known[size]) if len(known) == len(found) else []
 
     def reported(self, way: Way, batch: int, share: float) -> list[Run]:
@@ -240,7 +270,7 @@ class Plan:
         if batch == self.control:
             return every
         if batch in (self.best_batch(way), self.kept_batch):
-            return tuple(sorted({self.contest.tuned_at, 1.0}))
+            return TWO
         return (1.0,) if batch in self._ends else ()
 
     @property
@@ -260,9 +290,9 @@ class Plan:
         way, best = find_way(EXACT), {}
         for size in self._ends:
             runs = self.reported(way, size, 1.0)
-            if not runs or any(run.identity not in self.scores for run in runs):
+            if not runs or not self._known(runs):
                 return None
-            best[size] = fmean(self.scores[run.identity] for run in runs)
+            best[size] = fmean(map(self._score, runs))
         return max(best, key=lambda size: best[size]) if best else None
 
     def runs(self) -> Iterator[Run]:

@@ -69,6 +69,7 @@ class PayStudy(Study):
         super().add_options(parser)
         add = parser.add_argument
         add("--task", choices=sorted(GOALS), help="only this one; all by default")
+        add("--ways", default="", help="only these, by commas, of those that a preset has")
         add(
             "--times",
             action="store_true",
@@ -102,6 +103,8 @@ class PayStudy(Study):
         asked = [c for c in every if options.task in (None, c.task)]
         if not asked:
             raise ExperimentError(f"preset {name} has no task {options.task}")
+        for way in filter(None, options.ways.split(",")):
+            find_way(way)  # says which there are
         if not options.stored:
             sp.keep_pages()
             for contest in asked:
@@ -121,7 +124,7 @@ class PayStudy(Study):
         return self.finish(written, out, {"preset": name, **_facts(outcomes, out)})
 
     def _do(self, contest: Contest, folder: Path, options: argparse.Namespace) -> None:
-        """Times what was not timed, trains what was not trained."""
+        """Times all that was not timed, trains what was not trained of the ways asked for."""
         stored = (folder / TIMES).is_file() and not options.times
         known = read_json(folder / TIMES) if stored else {}
         if missing_kinds(contest, known):
@@ -130,6 +133,7 @@ class PayStudy(Study):
         if options.times:
             return
         costs = read_json(folder / TIMES)["costs"]
+        contest = _narrowed(contest, options.ways)
         if options.plan:
             sys.stdout.write(_plan(contest, costs, folder))
             return
@@ -138,6 +142,14 @@ class PayStudy(Study):
             missing = partial(missing_jobs, contest, costs)
             run_sweep(missing, store, ENGINES[options.engine], options.workers, report)
             write_table(store.rows(), folder, SCHEMA)
+
+
+def _narrowed(contest: Contest, ways: str) -> Contest:
+    """With exact training, which all are held against, and those ways that were asked for."""
+    if not ways:
+        return contest
+    asked = {EXACT, *ways.split(",")}
+    return replace(contest, ways=tuple(name for name in contest.ways if name in asked))
 
 
 def _earnest(outcome: Outcome, folder: Path, quiet: bool) -> None:
@@ -307,10 +319,12 @@ def _best(outcome: Outcome) -> tuple[Curve, Ratio] | None:
 
 def _tuned(outcome: Outcome, way: Way, batch: int) -> list[str]:
     """The rates that were tried and how they did."""
-    cells = []
+    found: dict[float, list[str]] = {}
     for run in outcome.plan.tried(way, batch):
         score = outcome.plan.scores.get(run.identity)
-        cells.append(f"{run.learning_rate:g}: {'-' if score is None else f'{score:.4g}'}")
+        text = "-" if score is None else f"{score:.4g}"
+        found.setdefault(run.learning_rate, []).append(text)
+    cells = (f"{rate:g}: {', '.join(scores)}" for rate, scores in found.items())
     return [way.label, str(batch), "; ".join(cells)]
 
 

@@ -81,6 +81,34 @@ def test_rates_and_sizes_are_chosen_by_a_seed_that_is_not_reported():
     assert plan.shares(WAYS["tokens-0.3"], 8) == ()
 
 
+def test_further_seeds_try_the_best_two_rates_and_the_mean_of_all_chooses():
+    """The first seed likes the largest rate by luck; in the mean the next one is better."""
+    contest = replace(CONTEST, ways=("exact",), batches=(8,), tuning_seeds=(100, 101))
+    by_seed = {100: (0.0, 50.0, 48.0, 40.0, 0.0), 101: (0.0, 20.0, 46.0, 99.0, 0.0)}
+
+    def score(run):
+        return by_seed[run.seed][run.rate_index] if not run.cell.tested else 1.0
+
+    costs = costs_of(contest)
+    rows = played(contest, costs, score)
+    plan, exact = Plan(contest, costs, scores_of(rows)), WAYS["exact"]
+    tried = [(run.seed, run.rate_index) for run in plan.tried(exact, 8)]
+    assert tried == [(100, 1), (100, 2), (100, 3), (100, 0), (101, 1), (101, 2)]
+    assert plan.chosen(exact, 8) == (2, 47.0)
+    assert {run.rate_index for run in plan.reported(exact, 8, 1.0)} == {2}
+    first = [row for row in rows if row["seed"] != 101]
+    assert Plan(contest, costs, scores_of(first)).chosen(exact, 8) is None
+
+
+def test_only_the_ways_that_were_asked_for_are_run_and_exact_training(tmp_path, capsys):
+    call = ["pay", "--preset", "smoke", "--task", "vit", "--out", str(tmp_path), "--quiet"]
+    call += ["--workers", "0", "--seconds", "0"]
+    assert main([*call, "--ways", "vcas"]) == 0
+    assert {row["way"] for row in read_rows(tmp_path / "vit", SCHEMA)} == {"exact", "vcas"}
+    assert main([*call, "--ways", "l3"]) == 1
+    assert "way 'l3' is unknown; use some of exact" in capsys.readouterr().err
+
+
 def test_nothing_is_reported_before_its_rate_is_known():
     costs = costs_of(CONTEST)
     first = [run for job in missing_jobs(CONTEST, costs, [], None) for run in job.runs]
