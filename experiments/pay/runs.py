@@ -87,7 +87,9 @@ class TimedCell(Cell):
 
         way, control = find_way(self.way), None
         if way.control:
-            control = partial(CONTROLS[way.control], problem=problem, costs=self.costs)
+            control = partial(
+                CONTROLS[way.control], problem=problem, costs=self.costs, steps=self.steps
+            )
         end = round(self.time) if way.control else self.steps
         made = problem.trainer(
             run.learning_rate, run.seed, [end], self.sketch, decay=True, evaluate=evaluate,
@@ -195,9 +197,8 @@ class Plan:
             return []
         found = []
         for way in map(find_way, self.contest.ways):
-            best = None if way.sizes else self.best_batch(way)
-            own = () if best is None else (best,)
-            found += [(way, size) for size in (self.contest.batches if way.sizes else own)]
+            sizes = self.contest.batches if way.sizes else self.best_batches(way)
+            found += [(way, size) for size in sizes]
         return found
 
     def tried(self, way: Way, batch: int) -> list[Run]:
@@ -230,7 +231,10 @@ class Plan:
             return None
         last = self.contest.tuning_seeds[-1]
         means = [
-            Choice(run.rate_index, fmean(self._score(r) for r in runs if r.rate_index == run.rate_index))
+            Choice(
+                run.rate_index,
+                fmean(self._score(r) for r in runs if r.rate_index == run.rate_index),
+            )
             for run in runs
             if run.seed == last
         ]
@@ -238,10 +242,14 @@ class Plan:
 
     def best_batch(self, way: Way) -> int | None:
         """The size that did best on validation data; ``None`` while it is not known."""
-        if not way.sizes:
-            leader = way.follows if way.follows in self.contest.ways else EXACT
-            return self.best_batch(find_way(leader))
         return next(iter(self.ranked(way)), None)
+
+    def best_batches(self, way: Way) -> list[int]:
+        """The size that is best for it, or for those that it follows; empty: not known yet."""
+        leaders = (way.name,) if way.sizes else way.follows
+        known = (name if name in self.contest.ways else EXACT for name in leaders)
+        found = dict.fromkeys(self.best_batch(find_way(name)) for name in known)
+        return [size for size in found if size is not None]
 
     def ranked(self, way: Way) -> list[int]:
         """Its batch sizes, the one that did best on validation data first; empty: not known yet."""
@@ -266,7 +274,7 @@ class Plan:
         """
         every = way.shares or self.contest.shares
         if way.name != EXACT:
-            return every if batch == self.best_batch(way) else ()
+            return every if batch in self.best_batches(way) else ()
         if batch == self.control:
             return every
         if batch in (self.best_batch(way), self.kept_batch):

@@ -173,7 +173,7 @@ def _plan(contest: Contest, costs: Mapping[str, float], folder: Path) -> str:
 
 def _all_chosen(contest: Contest, costs: Mapping[str, float], rows: Sequence[Any]) -> bool:
     plan = Plan(contest, costs, scores_of(rows))
-    return all(plan.best_batch(find_way(name)) is not None for name in contest.ways)
+    return all(plan.best_batches(find_way(name)) for name in contest.ways)
 
 
 def _outcome(contest: Contest, out: Path) -> Outcome:
@@ -259,7 +259,7 @@ HEADLINE = ("winner", "ratio", "same", "step", "noise", "memory", "earnest")
 def _headline(outcome: Outcome, curve: Curve, ratio: Ratio, folder: Path) -> dict[str, str]:
     noise = noise_of(outcome.contest.task, curve.way.sketch)
     return {
-        "winner": curve.way.label,
+        "winner": f"{curve.way.label}, batch {curve.batch}",
         "ratio": ratio.text(),
         "same": _text(_same(outcome, curve)),
         "step": f"{outcome.cost(curve):.2f}",
@@ -330,7 +330,7 @@ def _tuned(outcome: Outcome, way: Way, batch: int) -> list[str]:
 
 def _line(outcome: Outcome, curve: Curve) -> list[str]:
     ratio, noise = outcome.ratio(curve), noise_of(outcome.contest.task, curve.way.sketch)
-    label = f"exact, batch {curve.batch}" if curve.way.name == EXACT else curve.way.label
+    label = f"{curve.way.label}, batch {curve.batch}"
     if curve is outcome.control:
         label = f"**{label}** (control)"
     cells = [label, f"{curve.rate:g}", str(curve.steps), f"{outcome.cost(curve):.3f}"]

@@ -42,8 +42,8 @@ class Way:
     """What moves the budgets while the model trains."""
     sizes: bool = False
     """Whether it tries all batch sizes."""
-    follows: str = EXACT
-    """Else: the way whose best one it takes."""
+    follows: tuple[str, ...] = (EXACT,)
+    """Else: the ways whose best ones it takes."""
     shares: tuple[float, ...] = ()
     """The lengths of time it runs at; empty: all."""
 
@@ -60,7 +60,7 @@ class Way:
 _WAYS = (
     Way(EXACT, "exact", "", "k", sizes=True),
     Way(KEPT, "Tokens(0.3)", "Tokens(0.3)", "C0", sizes=True),
-    Way("tokens-0.2", "Tokens(0.2)", "Tokens(0.2)", "C0", "--", follows=KEPT, shares=(0.5, 1.0)),
+    Way("tokens-0.2", "Tokens(0.2)", "Tokens(0.2)", "C0", "--", follows=(KEPT,), shares=(0.5, 1.0)),
     # What `advise` says to type for the yields, whose reactions are padded: 0.2 of the others.
     Way(
         "tokens-0.169",
@@ -68,12 +68,20 @@ _WAYS = (
         "Tokens(0.169)",
         "C5",
         "--",
-        follows=KEPT,
+        follows=(KEPT,),
         shares=(0.5, 1.0),
     ),
-    Way(TUNER, "Tuner", "Tokens(0.3)", "C2", control=TUNER, shares=(0.5, 1.0)),
+    Way(
+        TUNER,
+        "Tuner",
+        "Tokens(0.3)",
+        "C2",
+        control=TUNER,
+        follows=(EXACT, KEPT),
+        shares=(0.5, 1.0),
+    ),
     Way("rows-0.3", "Rows(0.3) by token", 'Rows(0.3, unit="token")', "C1", ":", shares=(0.5, 1.0)),
-    Way(PEER, "VCAS", "", "C4", ":", control=PEER, shares=(1.0,)),
+    Way(PEER, "VCAS", "", "C4", ":", control=PEER, follows=(EXACT, KEPT), shares=(1.0,)),
     Way(NONZERO, "rows that are not zero", 'Rows(1.0, by="nonzero")', "C3"),
 )
 WAYS = {way.name: way for way in _WAYS}
@@ -112,9 +120,12 @@ class TunedSteps:
         optimizer: torch.optim.Optimizer,
         problem: Problem,
         costs: Sequence[float],
+        steps: int,
     ) -> None:
         self.costs = dict(zip(LADDER, costs, strict=True))
-        self.tuner = sp.Tuner(model, problem.loss_of, optimizer=optimizer, clock=time.process_time)
+        self.tuner = sp.Tuner(
+            model, problem.loss_of, optimizer=optimizer, steps=steps, clock=time.process_time
+        )
         self.units = [len(group) for group in self.tuner.groups.values()]
 
     def cost(self, budgets: Sequence[float]) -> float:
@@ -123,10 +134,11 @@ class TunedSteps:
         return sum(count * self.costs[p] for count, p in pairs) / sum(self.units)
 
     def probe_cost(self, trial: Sequence[float]) -> float:
-        """Exact passes, one with each group alone, one with all."""
+        """Exact passes, one with all groups, and one with each alone where there are several."""
         count = len(trial)
-        alone = ([p if k == i else 1.0 for k in range(count)] for i, p in enumerate(trial))
-        return 3 * self.costs[1.0] + sum(map(self.cost, alone)) + self.cost(trial)
+        alone = [[p if k == i else 1.0 for k in range(count)] for i, p in enumerate(trial)]
+        sketched = [trial, *alone] if count > 1 else [trial]
+        return 3 * self.costs[1.0] + sum(map(self.cost, sketched))
 
     def before(self, batch: Batch) -> float:
         trial = self.tuner.controller.trial()
@@ -162,7 +174,9 @@ class PeerSteps:
         optimizer: torch.optim.Optimizer,
         problem: Problem,
         costs: Sequence[float],
+        steps: int,
     ) -> None:
+        del steps  # as published: it looks each hundredth
         self.exact, whole, half, quarter = costs
         self.c = (half - quarter) / 0.25
         self.b = (whole - half) / 0.5 - self.c

@@ -207,6 +207,7 @@ def test_a_tuner_moves_budgets_and_resumes_bitwise(tmp_path: Path) -> None:
     whole, resumed = module(), module()
     first, second = callbacks(), callbacks()
     trainer = fit(whole, tmp_path, first, max_epochs=12)
+    assert first[0].tuner.steps == 12 * 3
     assert len(set(whole.budgets)) > 1
     assert float(trainer.callback_metrics["sketch_change"]) <= 1.0
     saved = tmp_path / "saved" / "epoch=8.ckpt"

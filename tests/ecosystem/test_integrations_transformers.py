@@ -155,6 +155,7 @@ def test_a_tuner_moves_budgets_and_resumes_bitwise(build, tmp_path: Path) -> Non
     whole, resumed = build(), build()
     first, second = callback(), callback()
     trainer(whole, tmp_path, [first], **options).train()
+    assert first.tuner.steps == 64
     assert len(first.tuner.log) >= 3
     assert first.tuner.log[-1]["step"] > 32
     assert any(entry["moved"] for entry in first.tuner.log)

@@ -72,7 +72,7 @@ def test_rates_and_sizes_are_chosen_by_a_seed_that_is_not_reported():
     assert [run.rate_index for run in plan.tried(exact, 4)] == [1, 2, 3, 4]
     assert {run.seed for way, size in plan.sides for run in plan.tried(way, size)} == {100}
     assert plan.chosen(exact, 4).rate_index == 3
-    assert all(plan.best_batch(way) == 4 for way in (exact, *rest))
+    assert all(plan.best_batches(way) == [4] for way in (exact, *rest))
     assert [size for way, size in plan.sides if way.name in ("tuner", "rows-0.3")] == [4, 4]
     reported = plan.reported(exact, 4, 1.0)
     assert [run.seed for run in reported] == [0, 1]
@@ -207,7 +207,7 @@ def test_a_tuner_pays_for_its_probes_and_for_the_budgets_it_chose():
     problem = TASKS["vit"].problem(small=True)
     model = prepared(problem, "Tokens(0.3)")
     optimizer = torch.optim.AdamW(model.parameters())
-    steps = TunedSteps(model, optimizer, problem, LADDER)
+    steps = TunedSteps(model, optimizer, problem, LADDER, steps=5000)
     count = len(steps.units)
     assert steps.cost([1.0] * count) == 1
     assert steps.cost([0.5] * count) == 0.5
@@ -248,6 +248,9 @@ def test_other_budgets_take_the_batch_of_kept_tokens_and_rows_that_of_exact_trai
     )
     sizes = {curve.way.name: curve.batch for curve in Outcome(contest, costs, rows).curves[3:]}
     assert sizes == {"tokens-0.3": 4, "tokens-0.2": 4, "rows-0.3": 8}
+    tuned = replace(contest, ways=("exact", "tokens-0.3", "tuner"))
+    sides = Outcome(tuned, costs, rows).plan.sides
+    assert [size for way, size in sides if way.name == "tuner"] == [8, 4]  # as either has it
     alone = replace(contest, ways=("exact", "tokens-0.2"))
     sides = {way.name: size for way, size in Outcome(alone, costs, rows).plan.sides}
     assert sides["tokens-0.2"] == 8

@@ -105,13 +105,68 @@ def test_probes_take_no_more_than_their_share():
     assert 0 < tuner.spent <= 0.1 * clock.now
 
 
-def test_stopped_and_resumed_it_goes_on_bitwise():
+@pytest.mark.parametrize("slope", [16, 0])
+def test_a_training_of_known_length_is_probed_early_and_within_its_share(slope):
+    model, steps = wide(), 480
+    clock = BudgetClock(model, rest=1, slope=slope)
+    tuner = sp.Tuner(model, loss_fn, steps=steps, clock=clock)
+    assert len(tuner.groups) == 1  # three probes fit
+    assert len(sp.Tuner(wide(), loss_fn, steps=5000).groups) == 2
+    batches, start = make_batches(4, rows=4096), clock.now
+    for step in range(steps):
+        tuner(batches[step % 4])
+        clock()  # the step itself: as long as a pass
+    probed = [entry["step"] for entry in tuner.log]
+    assert probed[0] == 24  # of 480 its twentieth; without steps= it would be 133
+    assert len(probed) >= 2
+    assert 0 < tuner.spent <= 0.03 * (clock.now - start)
+    if slope:
+        assert tuner.log[0]["moved"]
+        assert tuner.log[-1]["change"] < 0.95
+    else:
+        assert set(tuner.budgets.values()) == {1.0}
+    # Longer than was said: it goes on as without.
+    before = len(tuner.log)
+    for step in range(2000):
+        tuner(batches[step % 4])
+    assert before < len(tuner.log) < before + 20
+
+
+def test_a_training_too_short_for_a_probe_is_told_so(caplog):
+    model = wide()
+    with caplog.at_level("WARNING", "sketchprop"):
+        tuner = sp.Tuner(model, loss_fn, steps=90, start=0.5, clock=BudgetClock(model))
+    assert "no probe fits into 3% of 90 steps" in caplog.text
+    assert "larger share=" in caplog.text
+    assert "no probe fits" in str(sp.summary(model))
+    train(model, make_batches(90), tuner)
+    assert not tuner.log
+    assert set(tuner.budgets.values()) == {0.5}
+
+
+def test_a_training_that_is_made_longer_goes_on_with_its_groups():
+    first = sp.Tuner(wide(), loss_fn, steps=480)
+    second = sp.Tuner(wide(), loss_fn, steps=5000)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert list(second.groups) == list(first.groups)
+    assert second.steps == 5000
+    third = sp.Tuner(wide(), loss_fn)
+    third.load_state_dict(first.state_dict())
+    assert third.steps == 480
+    third.log.append({"step": 3})
+    with pytest.raises(RuntimeError, match="probed already"):
+        third.expect(10)
+
+
+@pytest.mark.parametrize("steps", [None, 70])
+def test_stopped_and_resumed_it_goes_on_bitwise(steps):
     batches = make_batches(70, rows=64)
     whole, part = wide(), wide()
 
     def fresh(model):
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-        tuner = sp.Tuner(model, loss_fn, optimizer=optimizer, share=1.0, clock=BudgetClock(model))
+        options = {"steps": steps, "share": 1.0, "clock": BudgetClock(model)}
+        tuner = sp.Tuner(model, loss_fn, optimizer=optimizer, **options)
         return tuner, optimizer
 
     tuner, optimizer = fresh(whole)
@@ -236,6 +291,7 @@ def test_bad_options_are_refused():
         ({"share": 0}, "share=0"),
         ({"start": 0.6}, "no rung"),
         ({"groups": 0}, "groups=0"),
+        ({"steps": 0}, "steps=0"),
         ({"gain": 1}, "gain=1"),
         ({"couple": True}, "optimizer="),
         ({"ladder": (0.5, 0.1)}, "falling"),

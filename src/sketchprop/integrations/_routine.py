@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +80,8 @@ class SketchOptions:
 
     ``sketch``, ``filter_fn`` and ``planner``: as for ``sketch_``; ``None`` leaves the model as it
     comes. ``schedule(step)``: the budget of all sketched layers, for example a ``Ladder``.
-    ``tuner(model, optimizer)``: makes a ``Tuner``, which then moves the budgets; its state is in
-    the trainer's checkpoints.
+    ``tuner(model, optimizer)``: makes a ``Tuner``, which then moves the budgets and is told how
+    many steps there are; its state is in the trainer's checkpoints.
     ``log_every``: logs every so many steps; ``None`` joins the logs that are made anyway.
     ``metrics(model)``: further values to log, for example ``added_variance(loss_fn, batches)``.
     ``rows``: samples × tokens of a forward pass, for which kept FLOPs are counted.
@@ -117,12 +118,15 @@ class SketchOptions:
         self.make_tuner = tuner
         self.tuner: Tuner | None = None
 
-    def start_tuner(self, model: nn.Module, optimizer: Any, state: Any) -> None:
-        """Makes the tuner, if there is to be one, and lets it go on from ``state``."""
+    def start_tuner(self, model: nn.Module, optimizer: Any, steps: float, state: Any) -> None:
+        """Makes the tuner, if there is to be one, tells it how many times it will be called, if
+        that is known, and lets it go on from ``state``."""
         if self.make_tuner is None:
             return
         # accelerate wraps the optimizer that was given.
         self.tuner = self.make_tuner(model, getattr(optimizer, "optimizer", optimizer))
+        if self.tuner.steps is None and 0 < steps < math.inf:
+            self.tuner.expect(int(steps))
         if state:
             self.tuner.load_state_dict(state)
 

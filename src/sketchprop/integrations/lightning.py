@@ -65,7 +65,8 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         self._steps = trainer.global_step
         optimizer = trainer.optimizers[0] if trainer.optimizers else None
-        self.start_tuner(pl_module, optimizer, self._tuner_state)
+        batches = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
+        self.start_tuner(pl_module, optimizer, batches, self._tuner_state)
         self._tuner_state = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, *args: Any) -> None:

@@ -49,7 +49,7 @@ class SketchCallback(SketchOptions, TrainerCallback):
         self.routine.begin(model, state.global_step)
         # Its entry in trainer_state.json.
         found = state.stateful_callbacks.get(_TUNER)
-        self.start_tuner(model, kwargs.get("optimizer"), found)
+        self.start_tuner(model, kwargs.get("optimizer"), state.max_steps, found)
         self._inputs: dict[str, Any] = {}
         if self.tuner is not None:
             self._hook = model.register_forward_pre_hook(self._remember, with_kwargs=True)

@@ -20,6 +20,8 @@ STEEPEST = 3.0
 """The largest γ that is believed."""
 PASSES_BESIDE = 4
 """Passes of a probe beside one for each unit: warming up, exact twice, all units."""
+WANTED = 3
+"""Probes that a training of known length should have, if need be with fewer units."""
 LARGEST_SCALE = 4.0
 """All units together are timed better than each alone: so much their sum may be corrected by."""
 LARGEST_WAIT = 6
@@ -130,13 +132,20 @@ class Controller:
 
     def wait(self, share: float) -> int:
         """Steps until the next probe, so that probes take at most ``share`` of the time."""
-        passes = float(len(self.budgets) + PASSES_BESIDE)
-        if self.times:
-            step = self.problem().time(self.budgets)
-            if step > 0:
-                passes = median(timed["cost"] for timed in self.times) / step
-        doubled: int = 1 << min(self.stays, LARGEST_WAIT)
-        return max(1, math.ceil(passes / share)) * doubled
+        return max(1, math.ceil(self.probe_steps / share)) * self.patience
+
+    @property
+    def patience(self) -> int:
+        """By how much a wait is longer than need be: while the answer stays 'exact' it doubles."""
+        return 1 << min(self.stays, LARGEST_WAIT)
+
+    @property
+    def probe_steps(self) -> float:
+        """How many steps take as long as a probe."""
+        step = self.problem().time(self.budgets) if self.times else 0.0
+        if step <= 0:
+            return float(passes(len(self.budgets)))
+        return float(median(timed["cost"] for timed in self.times) / step)
 
     def problem(self) -> Problem:
         """T and N as far as they are known."""
@@ -230,6 +239,20 @@ class Controller:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Controller:
         return cls(**{**state, "ladder": tuple(state["ladder"])})
+
+
+def passes(units: int) -> int:
+    """Of a probe; one unit alone is all units."""
+    return PASSES_BESIDE + (units if units > 1 else 0)
+
+
+def affordable(most: int, steps: float) -> int:
+    """So many units, at most ``most``, that three probes take ``steps`` steps; at least one.
+
+    >>> affordable(8, 14.4), affordable(8, 21), affordable(8, 90)
+    (1, 3, 8)
+    """
+    return max([n for n in range(1, most + 1) if WANTED * passes(n) <= steps], default=1)
 
 
 def check_ladder(ladder: Sequence[float]) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,10 +23,13 @@ from ..meters.noise.metric import Pace, adaptive, noise_of, ready
 from ..meters.noise.passes import Gradients, Loss
 from ..meters.restore import check_model, restored
 from ..sketches import AnySketch, Tokens
-from .controller import Controller, Probe, check_ladder
+from .controller import Controller, Probe, affordable, check_ladder
 from .rule import LADDER
 from .together import agreed, check_plain
 
+_log = logging.getLogger("sketchprop")
+EARLY, EARLIEST = 0.05, 10
+"""The first probe of a training whose length is known: after so much of it, and so many steps."""
 RECENT = 65
 """Steps from whose times the median is taken."""
 
@@ -42,6 +46,9 @@ class Tuner:
     not disturbed: not the gradients, the buffers, the optimizer, or the random state.
 
     ``optimizer``: noise counts by the steps that it costs this one, SGD or Adam.
+    ``steps``: how many training has. Probes are then spread over it, the first of them early, which
+    a short training needs; without it the first comes when its share of the time has passed. The
+    callbacks say it themselves, see ``expect``.
     ``groups``: at most so many groups of neighbouring units have budgets of their own.
     ``gain``: a move has to promise more than that. ``frozen=True`` probes and moves nothing.
     ``couple=True`` multiplies the learning rate in each step of the optimizer by
@@ -63,6 +70,7 @@ class Tuner:
         loss_fn: Loss,
         *,
         optimizer: Any = None,
+        steps: int | None = None,
         share: float = 0.03,
         start: float = 1.0,
         ladder: Sequence[float] = LADDER,
@@ -83,17 +91,10 @@ class Tuner:
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.share, self.frozen = share, frozen
         self.writer, self.prefix, self.clock = writer, prefix, clock
-        self.groups = _groups(model, groups)
-        self._sketches = {m: m.sketching.sketch for group in self.groups.values() for m in group}
-        kinds = [tuple(map(_kind, group)) for group in self.groups.values()]
-        self.controller = Controller(
-            kinds=[kinds.index(kind) for kind in kinds],
-            budgets=[float(start)] * len(kinds),
-            ladder=rungs,
-            gain=gain,
-        )
+        self._most, self._rung = groups, float(start)
+        self._rules: dict[str, Any] = {"ladder": rungs, "gain": gain}
+        self.steps: int | None = None
         self.step = 0
-        self.next_probe = self.controller.wait(share)
         self.spent = 0.0
         """Seconds that probes have taken."""
         self.log: list[dict[str, Any]] = []
@@ -101,9 +102,59 @@ class Tuner:
         """(‖g‖² + σ²)/(‖g‖² + σ² + V) at the last probe."""
         self._intervals: deque[float] = deque(maxlen=RECENT)
         self._left: float | None = None
+        self._arrange(groups)
+        self._sketches = {m: m.sketching.sketch for group in self.groups.values() for m in group}
+        self.next_probe = self._wait()
         self._apply("not probed yet")
+        if steps is not None:
+            self.expect(steps)
         if couple:
             self._couple()
+
+    def _arrange(self, most: int) -> None:
+        """Groups of units, and a controller that knows nothing of them yet."""
+        self.groups = _groups(self.model, most)
+        kinds = [tuple(map(_kind, group)) for group in self.groups.values()]
+        self.controller = Controller(
+            kinds=[kinds.index(kind) for kind in kinds],
+            budgets=[self._rung] * len(kinds),
+            **self._rules,
+        )
+
+    def expect(self, steps: int) -> None:
+        """Training has so many steps: to be said before the first of them.
+
+        Three probes at least should fit into their share of it: if need be there are fewer groups.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps={steps!r}; give how many training has, or None")
+        if self.log:
+            raise RuntimeError("the tuner has probed already: say steps= when it is made")
+        self.steps = steps
+        self._arrange(affordable(self._most, self.share * steps))
+        self.next_probe = self.step + self._wait()
+        why = "not probed yet"
+        if self.next_probe > steps:
+            why = f"no probe fits into {self.share:.0%} of {steps} steps"
+            _log.warning("Tuner: %s, so budgets stay as they are; give a larger share=", why)
+        self._apply(why)
+
+    def _wait(self) -> int:
+        """Steps until the next probe.
+
+        Where it is known how many there are: as many probes as their share pays for, spread evenly
+        over what is left, the first when the optimizer has warmed up.
+        """
+        usual = self.controller.wait(self.share)
+        if self.steps is None or self.step >= self.steps:
+            return usual
+        # Counted, and not by the clock: a resumed run has to wait alike.
+        more = int(self.share * self.steps / self.controller.probe_steps) - len(self.log)
+        if more < 1:
+            return self.steps + usual - self.step
+        if not self.log:
+            return min(usual, max(EARLIEST, math.ceil(EARLY * self.steps)))
+        return max(1, (self.steps - self.step) // (more + 1)) * self.controller.patience
 
     @property
     def budgets(self) -> dict[str, float]:
@@ -132,12 +183,12 @@ class Tuner:
         probe = agreed(self._probe(batch, start), next(self.model.parameters()).device)
         self.spent += max(0.0, probe.cost)
         decision = self.controller.learn(probe, self.frozen)
-        self.next_probe = self.step + self.controller.wait(self.share)
         if "relative" in decision:
             self.kappa = 1 / (1 + decision["relative"])
         self._apply(f"tuned at step {self.step}: {decision['why']}")
         entry = {"step": self.step, **decision, "spent": self.spent, "budgets": self.budgets}
         self.log.append(entry)
+        self.next_probe = self.step + self._wait()
         if self.writer is not None:
             numbers = {k: v for k, v in decision.items() if isinstance(v, float)}
             numbers |= {f"budget/{name}": p for name, p in self.budgets.items()}
@@ -168,8 +219,8 @@ class Tuner:
                 first, _ = timed(None)
                 together, found = timed(trial)
                 noise_together = added(found)
-                alone = []
-                for i in range(count):
+                alone = [(together, noise_together)] if count == 1 else []
+                for i in range(count if count > 1 else 0):
                     seconds, found = timed([trial[k] if k == i else 1.0 for k in range(count)])
                     alone.append((seconds, added(found)))
                 last, _ = timed(None)
@@ -235,6 +286,7 @@ class Tuner:
         """Numbers, texts, lists and dicts: it goes through JSON."""
         return {
             "step": self.step,
+            "steps": self.steps,
             "next_probe": self.next_probe,
             "spent": self.spent,
             "kappa": self.kappa,
@@ -245,12 +297,15 @@ class Tuner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where ``state_dict`` was taken; once three probes were timed, bitwise."""
+        if len(self.groups) != len(state["groups"]) <= self._most:  # it expected other steps
+            self._arrange(len(state["groups"]))
         if state["groups"] != list(self.groups):
             raise ValueError(
                 f"the state is of a tuner with the groups {state['groups']}, and this one has "
                 f"{list(self.groups)}; sketch the model as before, and give the same groups="
             )
         self.step, self.next_probe = state["step"], state["next_probe"]
+        self.steps = self.steps or state["steps"]
         self.spent, self.kappa = state["spent"], state["kappa"]
         self.controller = Controller.from_state(state["controller"])
         self.log = [dict(entry) for entry in state["log"]]
