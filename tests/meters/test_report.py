@@ -106,7 +106,8 @@ def test_the_numbers_are_those_of_the_reports(reports, page):
     assert ratio(1 + measured.relative.value) in words
     assert ratio(measured.flops.kept) in words
     assert str(measured.relative) in words
-    assert f"V = {measured.added}, σ² = {measured.sigma2}" in words
+    assert f"V = {measured.added} (" in words
+    assert f"σ² = {measured.sigma2} (" in words
     cells = set(words.split("\n"))
     for table in (*measured.tables()[1:], *planned.tables()):
         assert table.rows
@@ -117,6 +118,16 @@ def test_the_numbers_are_those_of_the_reports(reports, page):
         assert {line.layer, str(line.injected), str(line.relative)} <= cells
     for line in planned.layers:
         assert {str(line.rows), f"{1e3 * line.seconds:.3f}"} <= cells
+
+
+def test_the_last_number_of_an_axis_does_not_cover_the_one_before():
+    long, short = (
+        bars(Chart("work", (Row("a", "", (Part(3600.0, "exact"),)),), unit))
+        for unit in ("MFLOP", "")
+    )
+    assert ">4000 MFLOP<" in long
+    assert ">3000<" not in long
+    assert {">3000<", ">4000<"} <= {f">{text}<" for text in re.findall(">([0-9]+)<", short)}
 
 
 def test_text_and_page_show_the_same_tables(reports, page):

@@ -168,8 +168,7 @@ class MeasureReport:
             (
                 "gradient's mean square",
                 ratio(verdict.steps),
-                f"V/σ² = {self.relative}: V = {self.added}, σ² = {self.sigma2}; "
-                f"‖g‖²/σ² = {self.variance.relative_signal:.3g}",
+                f"V/σ² = {self.relative}, ‖g‖²/σ² = {self.variance.relative_signal:.3g}",
             ),
             (
                 "backward FLOPs",

@@ -117,13 +117,13 @@ def memory_chart(report: MeasureReport) -> Chart:
     for line in report.sketched_memory.layers:
         unshared = line.saved - line.shared
         parts = (
-            Part(unshared / 1e3, "sketched", f"its own: {unshared} bytes"),
-            Part(line.shared / 1e3, "shared", line.note),
+            Part(unshared / 1e6, "sketched", f"its own: {unshared} bytes"),
+            Part(line.shared / 1e6, "shared", line.note),
         )
         name = LAYER.write(line.layer)
-        rows.append(Row(name, f"{line.saved / 1e3:.4g} kB", parts, stacked=True))
+        rows.append(Row(name, f"{line.saved / 1e6:.3g} MB", parts, stacked=True))
     legend = (("sketched", "the layer's own"), ("shared", "kept alive by others too"))
-    return Chart("Bytes saved for backward by layer", tuple(rows), "kB", legend=legend)
+    return Chart("Bytes saved for backward by layer", tuple(rows), "MB", legend=legend)
 
 
 def plan_chart(planned: PlanReport) -> Chart:

@@ -13,6 +13,8 @@ from .charts import Chart, Row
 ROW, BAR, GAP, TOP, AXIS = 46, 13, 2, 4, 24
 """Pixels: a row with its label, the height of its bars together, between them, margins."""
 
+LETTER, NARROWEST = 7, 330
+"""Pixels: a letter of an axis, and a chart on a phone."""
 MOST_BARS = 40
 """A chart with more rows shows the largest; its table has all."""
 
@@ -76,10 +78,14 @@ def _axis(limit: float, step: float, height: int, unit: str) -> str:
     bottom = height - AXIS
     pieces = []
     count = round(limit / step)
-    for i in range(count + 1):
+    labels = [f"{i * step:g}" for i in range(count + 1)]
+    labels[-1] += f" {unit}" if unit else ""
+    # The last one ends at the edge: on a phone it would cover the one before.
+    if LETTER * (len(labels[-1]) + len(labels[-2]) / 2 + 1) > NARROWEST / count:
+        labels[-2] = labels[-2] if count == 1 else ""
+    for i, label in enumerate(labels):
         x = _percent(i / count)
         side = "start" if i == 0 else "end" if i == count else "middle"
-        label = f"{i * step:g}" + (f" {unit}" if unit and i == count else "")
         pieces.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{bottom}"/>')
         pieces.append(
             f'<text class="tick" x="{x}" y="{bottom + 16}" text-anchor="{side}">{label}</text>'
