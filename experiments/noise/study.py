@@ -69,6 +69,12 @@ class Budgets(NamedTuple):
         return "/".join(f"{share:g}" for share in self)
 
 
+def default(rows: float) -> Budgets:
+    """As ``Tokens(rows)`` has them."""
+    sketch = sp.Tokens(rows)
+    return Budgets(rows, *map(float, (sketch.query_budget, sketch.key_budget)))
+
+
 class Plain(NamedTuple):
     """``Rows`` by token in each linear layer: what kept tokens replace."""
 
@@ -103,13 +109,14 @@ class Settings:
 
     @property
     def possible(self) -> list[Budgets]:
-        """Candidates of the defaults."""
-        return [
+        """Candidates of the defaults, and the defaults."""
+        found = [
             Budgets(rows, round(rows + more, 6), keys)
             for rows in self.candidates
             for more in self.more
             for keys in self.keys
         ]
+        return sorted(dict.fromkeys([*found, *map(default, self.candidates)]), reverse=True)
 
     @property
     def equal(self) -> list[Budgets]:
@@ -185,8 +192,7 @@ class NoiseStudy(MeasuredStudy):
         lines = _Lines(found["noise"], steps)
         written = [write_csv(out / "results.csv", _flat(found))]
         written += picture(out, "noise", len(steps), lambda axes: _draw(axes, lines, settings))
-        default = sp.Tokens(GOAL_ROWS)
-        standard = Budgets(GOAL_ROWS, *map(float, (default.query_budget, default.key_budget)))
+        standard = default(GOAL_ROWS)
         plain: list[Point] = [Plain(p) for p in settings.budgets]
         exact_keys: list[Point] = [Budgets(p, p, ALL) for p in settings.candidates]
         tables = {

@@ -183,15 +183,13 @@ def _outcome(contest: Contest, out: Path) -> Outcome:
     return Outcome(contest, read_json(folder / TIMES)["costs"], rows)
 
 
-def noise_of(task: str, sketch: str) -> tuple[float, float] | None:
+def noise_of(task: str, way: Way) -> tuple[float, float] | None:
     """The smallest and the largest V/σ² that were measured over the training of a task."""
     path = NOISE / task / "results.json"
-    if not path.is_file() or not sketch.startswith("Tokens("):
+    if not path.is_file() or not way.point:
         return None
-    made = sp.Tokens(float(sketch[len("Tokens(") : -1]))
-    word = "/".join(f"{float(s):g}" for s in (made.budget, made.query_budget, made.key_budget))
     found = [line["ratio"] for key, line in read_json(path)["noise"].items()
-             if key.partition("/")[2] == word]  # fmt: skip
+             if key.partition("/")[2] == way.point]  # fmt: skip
     return (min(found), max(found)) if found else None
 
 
@@ -202,7 +200,7 @@ def summary(outcomes: Mapping[str, Outcome], out: Path) -> list[dict[str, Any]]:
         if not outcome.contest.trained:
             continue
         for curve in outcome.curves:
-            ratio, noise = outcome.ratio(curve), noise_of(task, curve.way.sketch)
+            ratio, noise = outcome.ratio(curve), noise_of(task, curve.way)
             lines.append({
                 "task": task, "way": curve.way.name, "batch": curve.batch, "rate": curve.rate,
                 "step_ratio": outcome.cost(curve), "noise": noise[1] if noise else "",
@@ -257,13 +255,13 @@ HEADLINE = ("winner", "ratio", "same", "step", "noise", "memory", "earnest")
 
 
 def _headline(outcome: Outcome, curve: Curve, ratio: Ratio, folder: Path) -> dict[str, str]:
-    noise = noise_of(outcome.contest.task, curve.way.sketch)
+    noise = noise_of(outcome.contest.task, curve.way)
     return {
         "winner": f"{curve.way.label}, batch {curve.batch}",
         "ratio": ratio.text(),
         "same": _text(_same(outcome, curve)),
         "step": f"{outcome.cost(curve):.2f}",
-        "noise": "" if noise is None or curve.way.control else f"{noise[0]:.2g} - {noise[1]:.2g}",
+        "noise": f"{noise[0]:.2g} - {noise[1]:.2g}" if noise else "",
         "memory": _memory(read_json(folder / TIMES), curve.way.sketch),
         "earnest": _by_clock(folder),
     }
@@ -329,12 +327,12 @@ def _tuned(outcome: Outcome, way: Way, batch: int) -> list[str]:
 
 
 def _line(outcome: Outcome, curve: Curve) -> list[str]:
-    ratio, noise = outcome.ratio(curve), noise_of(outcome.contest.task, curve.way.sketch)
+    ratio, noise = outcome.ratio(curve), noise_of(outcome.contest.task, curve.way)
     label = f"{curve.way.label}, batch {curve.batch}"
     if curve is outcome.control:
         label = f"**{label}** (control)"
     cells = [label, f"{curve.rate:g}", str(curve.steps), f"{outcome.cost(curve):.3f}"]
-    cells.append("" if noise is None or curve.way.control else f"{noise[0]:.2g} - {noise[1]:.2g}")
+    cells.append(f"{noise[0]:.2g} - {noise[1]:.2g}" if noise else "")
     for share in outcome.contest.shares:
         if share not in curve.points:
             cells.append("")

@@ -17,6 +17,8 @@ from ..lab import ExperimentError
 from ..lab.checkpoints import State
 from ..lab.problem import Problem
 from ..lab.trainer import Batch
+from ..methods import make_sketch
+from ..noise.study import Plain, default
 from ..vcas import VCASController
 
 EXACT = "exact"
@@ -55,6 +57,16 @@ class Way:
         if self.control == PEER:
             return ("", *(f"{PEER}({rho:g}, {nu:g})" for rho, nu in PEER_POINTS))
         return (self.sketch,)
+
+    @property
+    def point(self) -> str:
+        """The name that the study of noise gives to its draws; empty: it does not know them."""
+        if not self.sketch or self.control or self.name == NONZERO:
+            return ""
+        made = make_sketch(self.sketch)
+        if isinstance(made, sp.Rows):
+            return str(Plain(float(made.budget)))
+        return str(default(float(made.budget))) if isinstance(made, sp.Tokens) else ""
 
 
 _WAYS = (

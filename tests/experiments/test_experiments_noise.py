@@ -9,7 +9,7 @@ from experiments.__main__ import main
 from experiments.lab.noise import added_noise, exact_gradient, minibatch_noise, noise_batches
 from experiments.lab.problem import Problem
 from experiments.noise import study
-from experiments.noise.study import ALL, Budgets, Plain, Settings, sketched_gradients
+from experiments.noise.study import ALL, Budgets, Plain, Settings, default, sketched_gradients
 from experiments.tasks.table import TASKS
 from sketchprop.data import VARIABLE
 from sketchprop.layers import SketchedModule
@@ -133,7 +133,9 @@ def test_points_are_measured_once_and_those_that_decide_come_first():
     first, rest = settings.rounds
     points = [*first, *rest]
     assert len(set(map(str, points))) == len(points)
-    assert first[:3] == [Budgets(0.3, 0.4, 0.5), Budgets(0.3, 0.4, 0.7), Budgets(0.3, 0.4, 1.0)]
+    assert first[:3] == [Budgets(0.3, 0.4, 1.0), Budgets(0.3, 0.4, 0.7), Budgets(0.3, 0.4, 0.5)]
+    assert {default(0.3), default(0.2)} == {Budgets(0.3, 0.4, 0.7), Budgets(0.2, 0.3, 0.6)}
+    assert {default(0.3), default(0.2)} <= set(first)
     assert {single for b in settings.split for single in b.alone} <= set(points)
     assert set(settings.equal) <= set(points)
     assert Budgets(ALL, ALL, ALL) not in points

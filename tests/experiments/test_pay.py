@@ -256,6 +256,12 @@ def test_other_budgets_take_the_batch_of_kept_tokens_and_rows_that_of_exact_trai
     assert sides["tokens-0.2"] == 8
 
 
+def test_a_way_is_found_in_the_study_of_noise_by_what_it_draws():
+    names = ("exact", "tokens-0.3", "tokens-0.2", "rows-0.3", "tuner", "vcas", "nonzero")
+    points = [find_way(name).point for name in names]
+    assert points == ["", "0.3/0.4/0.7", "0.2/0.3/0.6", "rows-0.3", "", "", ""]
+
+
 def test_ratios_are_taken_round_by_round_and_only_what_is_missing_is_timed():
     found = compared({"/8": [1.0, 2.0, 4.0], "Tokens(0.3)/8": [0.5, 1.0, 4.0]}, "/8")
     assert found["costs"] == {"/8": 1.0, "Tokens(0.3)/8": 0.5}
