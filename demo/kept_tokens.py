@@ -11,7 +11,8 @@ In the second the batch is smaller, so that a step takes as long as in the third
 runs the backward pass of every block on the tokens that carry it. All start from the same weights,
 draw pictures in the same order, have the same learning rate and the same seconds: short turns in
 one process, each with a clock of its own that stops while the others work and while the loss on
-held-out pictures is measured.
+held-out pictures is measured. Where other programs have the cores, one thread works and its own
+seconds count.
 
 The pictures are CIFAR-10 if it is on this machine (SKETCHPROP_DATA, or the cache); nothing is
 downloaded. Otherwise they are made here: noisy discs with stripes, the label one of ten directions
@@ -35,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sketchprop as sp
+from sketchprop.core.stopwatch import clock_of, unhurried
 from sketchprop.data import DataError, cifar10
 from sketchprop.meters.advising.curves import levels, seconds_to
 from sketchprop.zoo import ViT
@@ -45,6 +47,9 @@ LAST = 3
 """Measurements at the end whose mean is shown as a way's loss."""
 WARM_UP = 20
 """Steps while the learning rate rises."""
+LEARNED = 0.9
+"""Of the first loss: above it nothing was learned yet, and nothing is to be told."""
+CPU = torch.device("cpu")
 COLOURS = ("#455a64", "#ef6c00", "#1565c0")
 
 Pictures = tuple[Tensor, Tensor]
@@ -70,14 +75,15 @@ class Way:
 
     def train_until(self, seconds: float, pictures: Pictures) -> None:
         """Steps until the way's own clock shows ``seconds``."""
+        clock = clock_of(CPU)
         while self.seconds < seconds:
-            start = time.perf_counter()
+            start = clock()
             risen = min(1.0, (self.steps + 1) / WARM_UP)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate * risen
             step(self.model, self.optimizer, batch(pictures, self.batch_size, self.order))
             self.steps += 1
-            self.seconds += time.perf_counter() - start
+            self.seconds += clock() - start
 
     @torch.no_grad()
     def look(self, held_out: Pictures) -> None:
@@ -179,12 +185,13 @@ def step_seconds(
     """Median seconds of a step of each model at its batch size, timed in turns."""
     optimizers = [torch.optim.AdamW(model.parameters(), 1e-4, fused=True) for model, _ in cases]
     times: list[list[float]] = [[] for _ in cases]
+    clock = clock_of(CPU)
     for _ in range(rounds + 1):
         for (model, size), optimizer, taken in zip(cases, optimizers, times, strict=True):
             some = batch(pictures, size, torch.Generator().manual_seed(0))
-            start = time.perf_counter()
+            start = clock()
             step(model, optimizer, some)
-            taken.append(time.perf_counter() - start)
+            taken.append(clock() - start)
     return [statistics.median(taken[1:]) for taken in times]
 
 
@@ -225,6 +232,11 @@ def answer(exact: Way, smaller: Way, kept: Way) -> str:
     """Time at equal loss: the lowest that all three have reached."""
     curves = [levels(way.curve) for way in (exact, smaller, kept)]
     goal = max(curve[-1][1] for curve in curves)
+    if goal > LEARNED * exact.curve[0][1]:
+        return (
+            f"Nothing to tell yet: {exact.steps} exact steps have hardly moved the loss, "
+            f"{exact.curve[0][1]:.2f} to {goal:.2f}; give more --seconds."
+        )
     whole, batch, tokens = (seconds_to(goal, curve) for curve in curves)
 
     def saved(seconds: float) -> str:
@@ -232,9 +244,9 @@ def answer(exact: Way, smaller: Way, kept: Way) -> str:
         return f"{abs(share):.0%} {'less' if share >= 0 else 'more'}"
 
     return (
-        f"To the same loss of {goal:.3f}, exact training took {whole:.1f} s, {kept.name} "
-        f"{tokens:.1f} s ({saved(tokens)}) and a smaller batch {batch:.1f} s ({saved(batch)}); "
-        "one run, so try --seed 1 and more --seconds."
+        f"To the same loss of {goal:.3f}, on the lines of the picture, exact training took "
+        f"{whole:.1f} s, {kept.name} {tokens:.1f} s ({saved(tokens)}) and a smaller batch "
+        f"{batch:.1f} s ({saved(batch)}); one run, so try --seed 1 and more --seconds."
     )
 
 
@@ -285,6 +297,11 @@ def options() -> argparse.Namespace:
 def main() -> None:
     args = options()
     sp.keep_pages()
+    with unhurried(CPU) as busy:
+        race(args, busy)
+
+
+def race(args: argparse.Namespace, busy: str) -> None:
     line = Line(args.seconds)
     line.say("looking for pictures")
     source, pictures, held_out = find_pictures(args.held_out, args.made)
@@ -309,6 +326,9 @@ def main() -> None:
     title = f"A ViT (width {args.dim}, depth {args.depth}) on {source}"
     print(f"{title}, {torch.get_num_threads()} CPU thread(s), seed {args.seed}\n")
     print(table(ways))
+    print("\nSmaller batch: one whose exact step takes as long as a step on kept tokens.")
+    if busy:
+        print(f"Note: {busy}.")
     plot(ways, title, args.output)
     print(f"\npicture: {args.output}\n{answer(*ways)}")
 

@@ -1,11 +1,20 @@
 """sketchprop: cheaper backpropagation that is still right.
 
     import sketchprop as sp
-    sp.sketch_(model, sp.L1(budget=0.1))
+    print(sp.advise(model, loss_fn, batches))   # what to type for this model, or to stay exact
+    sp.sketch_(model, sp.Tokens(0.3))           # backward on three tokens of ten
+    ...                                         # train as before
 
-replaces exact vector-Jacobian products, layer by layer, by random ones whose mean is exactly the
-true gradient and whose cost is a fraction.
+replaces exact vector-Jacobian products by random ones whose mean is exactly the true gradient and
+whose cost is a fraction.
 """
+
+import warnings as _warnings
+
+with _warnings.catch_warnings():
+    # Torch says so at its import where NumPy is missing, which nothing here needs.
+    _warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    import torch as _torch  # noqa: F401
 
 from ._version import __version__
 from .core.allocator import keep_pages

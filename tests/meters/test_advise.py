@@ -1,9 +1,11 @@
 """advise(): the answer follows from time and noise, and nothing is left behind."""
 
 import copy
+import itertools
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +14,11 @@ from torch import nn
 
 import sketchprop as sp
 from measure_helpers import Branched, loss_fn, make_batches, mlp
+from sketchprop.core import stopwatch
 from sketchprop.meters import Advice, Candidate, Option
+from sketchprop.meters.advising.answer import OUT_OF_TIME
 from sketchprop.meters.advising.candidates import rows_seen
+from sketchprop.meters.advising.meter import _Draw, _times_of
 from sketchprop.zoo import ViT
 
 TOKENS = Option(
@@ -44,7 +49,7 @@ def test_it_advises_the_option_with_the_least_time_to_equal_quality():
 @pytest.mark.parametrize(
     ("options", "control", "reason"),
     [
-        ([SLOW], HALF, "nothing makes a step faster"),
+        ([SLOW], HALF, "nothing that was tried makes a step faster"),
         ([replace(TOKENS, noise=0.5, change=1.05)], HALF, "drowns"),
         ([replace(TOKENS, noise=0.3, change=0.99)], HALF, "not worth the noise"),
         ([replace(TOKENS, error=0.4)], HALF, "too close to call"),
@@ -65,6 +70,68 @@ def test_it_says_stay_exact_and_why(options, control, reason):
 def test_a_control_that_is_ahead_by_chance_alone_does_not_decide():
     assert advice(TOKENS, control=replace(HALF, change=0.7, error=0.1)).pays
     assert advice(TOKENS, control=None).pays
+
+
+def test_where_most_were_not_tried_there_is_no_answer_yet():
+    missing = [Option(f"L1({p})", "", note=OUT_OF_TIME) for p in (0.1, 0.2, 0.5)]
+    answer = advice(SLOW, *missing)
+    assert not answer.pays
+    assert not answer.decided
+    first = answer.headline().splitlines()[0]
+    assert first == (
+        "No answer yet: 3 of 4 sketches were not tried in the time; give 1 minutes, or smaller "
+        "batches."
+    )
+    assert advice(TOKENS, *missing).headline().startswith("It pays")
+    assert advice(SLOW, SLOW, missing[0]).headline().startswith("Stay exact")
+    # A control for which there was no time is in the table and decides nothing.
+    answer = advice(TOKENS, control=Option("half of the batch", "", note=OUT_OF_TIME))
+    assert answer.pays
+    assert OUT_OF_TIME in str(answer)
+
+
+def test_a_signal_that_noise_hides_is_said_so():
+    assert "noise hides the gradient" in str(replace(advice(TOKENS), signal=0.0))
+
+
+def test_draws_that_share_an_exact_pass_are_one_measurement():
+    """An exact pass that was slow by chance makes no ratio certain, however many draws it has."""
+    slow, usual = ([_Draw([0.0], exact, 1.0)] * 4 for exact in (4.0, 1.0))
+    times = _times_of([*slow, *usual])
+    assert times.rounds == 2
+    assert times.ratio == (0.25 + 1) / 2
+    assert times.ratio_error > 0.3
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_where_other_programs_have_the_cores_one_thread_is_timed_and_it_says_so(busy, monkeypatch):
+    monkeypatch.setattr(stopwatch, "_threads_help", lambda threads: not busy)
+    before, seen = torch.get_num_threads(), set()
+
+    def watched(model, batch):
+        seen.add(torch.get_num_threads())
+        return loss_fn(model, batch)
+
+    torch.set_num_threads(2)
+    try:
+        answer = sp.advise(mlp(), watched, make_batches(3), minutes=0.05)
+        assert seen == {1 if busy else 2}
+        assert torch.get_num_threads() == 2
+        assert any("other programs have the cores" in text for text in answer.warnings) == busy
+        with pytest.raises(ZeroDivisionError), stopwatch.unhurried(torch.device("cpu")):
+            _ = 1 / 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_are_held_against_one_by_the_time_of_products(monkeypatch):
+    """Clocks that say how long ten products take: on one thread 1 s, on all ``wall``."""
+    for wall, helps in ((0.55, True), (3.3, False)):
+        clocks = {"process_time": 1.0, "perf_counter": wall}
+        for name, step in clocks.items():
+            monkeypatch.setattr(stopwatch, name, partial(next, itertools.count(0, step)))
+        assert stopwatch._threads_help(torch.get_num_threads()) == helps
 
 
 def test_every_candidate_that_fits_is_measured_and_the_table_says_so():

@@ -215,7 +215,9 @@ def _options() -> dict[str, dict[str, Any]]:
             type=float,
             metavar="MS",
         ),
-        "--minutes": _text("about how long measuring may take", type=float),
+        "--minutes": _text(
+            "about how long measuring may take (advise: 2; else as long as it takes)", type=float
+        ),
         "--location": _text("compare the first layer, the last, and all, at each of --steps", **on),
         "--budgets": _value(
             [0.05, 0.1, 0.2, 0.5], "kept fractions for --location", type=float, nargs="+"

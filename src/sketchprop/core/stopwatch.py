@@ -6,7 +6,9 @@ import gc
 import os
 import platform
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
@@ -85,6 +87,53 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     if device.type == "cpu" and os.name == "posix" and torch.get_num_threads() == 1:
         return process_time
     return perf_counter
+
+
+TRIED, SIZE, REPEATS = 9, 384, 10
+"""Products that ask whether threads help: so many times so many, of so many rows."""
+NO_HELP = 0.9
+"""Time on all threads over that on one, from which on threads do not help."""
+
+
+@contextmanager
+def unhurried(device: torch.device) -> Iterator[str]:
+    """Where other programs have the cores: one thread, and its own seconds. Says so, or ''.
+
+    On a busy machine threads wait for each other, small operations longest, and what is timed is
+    the neighbours. Products that should be faster on all threads than on one tell.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1 or os.name != "posix" or _threads_help(threads):
+        yield ""
+        return
+    torch.set_num_threads(1)
+    try:
+        yield (
+            f"other programs have the cores, {threads} threads are no faster here than one: times "
+            "are those of one thread, in its own seconds; ask again on a quiet machine"
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _threads_help(threads: int) -> bool:
+    x = torch.ones(SIZE, SIZE)
+
+    def median_of(clock: Callable[[], float]) -> float:
+        found = []
+        for _ in range(TRIED + 1):  # the first warms up
+            start = clock()
+            for _ in range(REPEATS):
+                x @ x
+            found.append(clock() - start)
+        return median(found[1:])
+
+    try:
+        torch.set_num_threads(1)
+        one = median_of(process_time)
+    finally:
+        torch.set_num_threads(threads)
+    return median_of(perf_counter) < NO_HELP * one
 
 
 def synchronise(device: torch.device) -> None:

@@ -158,7 +158,7 @@ class Tuner:
 
     @property
     def budgets(self) -> dict[str, float]:
-        """The budgets in force, by the name of a group's first unit."""
+        """The budgets in force, by the names of a group's first and last unit."""
         return dict(zip(self.groups, self.controller.budgets, strict=True))
 
     def __call__(self, batch: Any) -> dict[str, Any] | None:
@@ -336,7 +336,11 @@ def _groups(model: nn.Module, most: int) -> dict[str, list[Any]]:
     count = min(most, len(units))
     edges = [round(i * len(units) / count) for i in range(count + 1)]
     parts = [units[a:b] for a, b in itertools.pairwise(edges)]
-    return {part[0][0]: [module for _, module in part] for part in parts}
+    return {_range([name for name, _ in part]): [module for _, module in part] for part in parts}
+
+
+def _range(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def _kind(module: Any) -> tuple[Any, ...]:

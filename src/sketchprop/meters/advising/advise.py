@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ...core.stopwatch import unhurried
 from ...layers.transform import unsketch_
 from ...sketches import Tokens
 from ..cost.timing import seconds_of_a_pass
@@ -43,9 +44,10 @@ def advise(
 
     Tries the sketches that fit: kept tokens where blocks are known, the rows that are not zero
     where many are, rows by token, whole samples, columns; and half of the batch as the control.
-    For each the time of a step (in turns with exact ones) and the noise that it adds, in about
-    ``minutes``. What counts is the time to equal quality over exact: the time of a step, times
-    (‖g‖² + σ² + V)/(‖g‖² + σ²) with SGD, or what Adam makes of V (``meters/noise/metric.py``).
+    For each the time of a step (in turns with exact ones; on one thread where other programs have
+    the cores) and the noise that it adds, in about ``minutes``. What counts is the time to equal
+    quality over exact: the time of a step, times (‖g‖² + σ² + V)/(‖g‖² + σ²) with SGD, or what
+    Adam makes of V (``meters/noise/metric.py``).
 
     ``batches``: at least two, better eight, of a list or a loader; no more are taken.
     ``optimizer``: the one that trains; steps are counted as it sees noise. Ask after some hundred
@@ -58,12 +60,41 @@ def advise(
         print(advice)
         advice.apply_(model)
     """
-    start = monotonic()
     check_model(model)
     if trial and optimizer is None:
         raise ValueError("trial= trains for a while: give optimizer= with it")
     taken = take_batches(batches, minutes)
-    end = start + 60 * minutes * USED
+    start = monotonic()
+    with unhurried(next(model.parameters()).device) as busy:
+        advice, chosen = _advised(model, loss_fn, taken, optimizer, minutes, progress, seed)
+        if busy:
+            advice = replace(advice, warnings=(busy, *advice.warnings))
+        if trial:
+            found = run_trial(
+                model,
+                loss_fn,
+                batches,
+                optimizer,
+                chosen,
+                minutes=trial,
+                progress=progress,
+                seed=seed,
+            )
+            advice = replace(advice, trial=found)
+    return replace(advice, seconds=monotonic() - start)
+
+
+def _advised(
+    model: nn.Module,
+    loss_fn: Loss,
+    taken: list[Any],
+    optimizer: Any,
+    minutes: float,
+    progress: Progress | None,
+    seed: int,
+) -> tuple[Advice, Candidate]:
+    """The answer, and the candidate that comes closest."""
+    end = monotonic() + 60 * minutes * USED
     with restored(model) as buffers:
         unsketch_(model)
         live, labelled = rows_seen(model, loss_fn, taken[0])
@@ -91,26 +122,13 @@ def advise(
             signal=meter.signal,
             live=live,
             batches=len(taken),
-            seconds=monotonic() - start,
+            seconds=0.0,
             warnings=(),
             candidates=known,
         )
         chosen = known[advice.closest.name]
         told += _told(options, labelled, optimizer, known) + wasted(chosen, model)
-    advice = replace(advice, warnings=tuple(told))
-    if not trial:
-        return advice
-    found = run_trial(
-        model,
-        loss_fn,
-        batches,
-        optimizer,
-        chosen,
-        minutes=trial,
-        progress=progress,
-        seed=seed,
-    )
-    return replace(advice, trial=found, seconds=monotonic() - start)
+    return replace(advice, warnings=tuple(told)), chosen
 
 
 def _tried(
@@ -159,6 +177,10 @@ def _told(
         found.append(
             f"each token has a label of its own: dropping tokens ({kept[0]}) adds noise as "
             "dropping labels would; a loss for each token is best left exact"
+        )
+    if optimizer is None:
+        found.append(
+            "no optimizer was given: noise counts as for SGD; with Adam it may cost more, or less"
         )
     if optimizer is not None and adaptive(optimizer) and not ready(optimizer):
         found.append(

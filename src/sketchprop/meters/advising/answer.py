@@ -15,6 +15,7 @@ from ..words import change_in_words, ratio, with_error
 from .candidates import Candidate
 from .trial import Trial
 
+OUT_OF_TIME = "not tried: the time was used up"
 MARGIN = 0.02
 """What a change has to gain at least, so that it is advised."""
 DROWNED = 1 / 3
@@ -53,7 +54,7 @@ class Advice:
 
     options: tuple[Option, ...]
     control: Option | None
-    """Half of the batch, exact; ``None`` if the batch cannot be cut."""
+    """Half of the batch, exact; ``None`` if the batch cannot be cut, not measured: no time."""
     signal: float
     """‖g‖²/σ²."""
     live: float
@@ -92,7 +93,17 @@ class Advice:
         if best is None or control is None:
             return False
         ahead = _change(best) - _change(control)
-        return ahead > 2 * math.hypot(best.error, control.error)
+        return control.change is not None and ahead > 2 * math.hypot(best.error, control.error)
+
+    @property
+    def untried(self) -> list[Option]:
+        """Those for which there was no time."""
+        return [option for option in self.options if option.note == OUT_OF_TIME]
+
+    @property
+    def decided(self) -> bool:
+        """Whether it pays, or most were tried and none does."""
+        return self.pays or 2 * len(self.untried) < len(self.options)
 
     @property
     def change(self) -> float:
@@ -111,8 +122,8 @@ class Advice:
         if all((option.time or 1.0) > 1 - MARGIN for option in tried):
             fastest = min(tried, key=lambda option: option.time or 1.0)
             return (
-                f"nothing makes a step faster here, as where layers are small; {fastest.name} "
-                f"comes closest with {ratio(fastest.time or 1.0)} the time"
+                f"nothing that was tried makes a step faster here; {fastest.name} comes closest "
+                f"with {ratio(fastest.time or 1.0)} the time"
             )
         if best is None:
             calmest = min(tried, key=lambda option: option.noise or 0.0)
@@ -152,8 +163,17 @@ class Advice:
         if self.pays:
             first = f"It pays: {change_in_words(self.change, 'time')} to the same quality."
             lines = [first, "", f"    {self.line}", "", f"Why: {self.reason}."]
-        else:
+        elif self.decided:
             lines = ["Stay exact: no sketch pays here.", "", f"Why: {self.reason}."]
+        else:
+            count, missing = len(self.options), len(self.untried)
+            more = math.ceil(self.seconds / 60 * count / (count - missing))
+            lines = [
+                f"No answer yet: {missing} of {count} sketches were not tried in the time; "
+                f"give {more} minutes, or smaller batches.",
+                "",
+                f"So far: {self.reason}.",
+            ]
         notes = [f"Note: {text}." for text in self.warnings]
         tried = [] if self.trial is None else [self.trial.headline()]
         return "\n".join([*lines, *tried, *notes])
@@ -170,10 +190,14 @@ class Advice:
         note = (
             "Over exact steps: time of a step, steps that noise adds, time to the same quality, "
             f"bytes saved for backward. {self.batches} batches, {self.seconds:.0f} s; "
-            f"‖g‖²/σ² = {self.signal:.3g}; {self.live:.0%} of the gradient's rows are not 0."
+            f"‖g‖²/σ² = {self._signal_text}; {self.live:.0%} of the gradient's rows are not 0."
         )
         own = Table("Candidates", columns, rows, note)
         return [own, *([] if self.trial is None else self.trial.tables())]
+
+    @property
+    def _signal_text(self) -> str:
+        return f"{self.signal:.3g}" if self.signal else "0: the batches' noise hides the gradient"
 
     def __str__(self) -> str:
         return as_text(self)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_map
 from ...core.stopwatch import clock_of, in_turns, synchronise
 from ...layers.isolation import no_gradient_hooks
 from ..cost.memory import bytes_of
-from ..cost.timing import compare, times_of
+from ..cost.timing import Times, compare, times_of
 from ..noise.metric import Pace, adaptive, noise_of
 from ..noise.passes import Gradients, Loss, scalar_loss, squared_norm
 from ..noise.passes import seed as seed_generators
 from ..restore import Buffers, restored, tensors_in
-from .answer import DROWNED, Option
+from .answer import DROWNED, OUT_OF_TIME, Option
 from .candidates import Candidate
 
 NOISE_BATCHES = 3
@@ -94,7 +94,7 @@ class Meter:
         """Time, noise and bytes of a candidate, in about so many ``seconds``."""
         option = Option(candidate.name, candidate.line)
         if seconds < LEAST_PASSES * self.a_pass:
-            return replace(option, note="not tried: the time was used up")
+            return replace(option, note=OUT_OF_TIME)
         begin = monotonic()
         with restored(self.model) as buffers:
             try:
@@ -105,8 +105,8 @@ class Meter:
             buffers.restore()
             saved = bytes_of(self.model, self.loss_fn, self.batches[0]).total
             left = seconds - (monotonic() - begin)
-            times = compare([draw.exact for draw in draws], [draw.sketched for draw in draws])
-            passes = len(draws) + len({draw.exact for draw in draws}) + 1
+            times = _times_of(draws)
+            passes = len(draws) + times.rounds + 1
             self.a_pass = (monotonic() - begin) / passes  # a machine may get busier on the way
             if left > FOR_TIMES * self.a_pass:
                 batch = self.batches[0]
@@ -153,8 +153,10 @@ class Meter:
         """Half of the batch, exact: σ² doubles. ``None`` where the batch cannot be cut."""
         whole = self.batches[0]
         part = halved(whole)
-        if part is None or seconds < FOR_HALF / 2 * self.a_pass:
+        if part is None:
             return None
+        if seconds < FOR_HALF / 2 * self.a_pass:
+            return Option("half of the batch", "", note=OUT_OF_TIME)
 
         def step(batch: Any) -> None:
             loss = scalar_loss(self.loss_fn, self.model, batch)
@@ -171,6 +173,14 @@ class Meter:
         change, error = times.ratio * (1 + noise), (1 + noise) * times.ratio_error
         note = "the control: exact gradients of fewer samples"
         return Option("half of the batch", "", times.ratio, noise, change, error, note=note)
+
+
+def _times_of(draws: Sequence[_Draw]) -> Times:
+    """A ratio for each exact pass: draws that are held against the same one are one measurement."""
+    found: dict[float, list[float]] = {}
+    for draw in draws:
+        found.setdefault(draw.exact, []).append(draw.sketched)
+    return compare(list(found), [median(seconds) for seconds in found.values()])
 
 
 def halved(batch: Any, second: bool = False) -> Any:
