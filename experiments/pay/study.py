@@ -52,10 +52,10 @@ NOTES = {
     "what is drawn and gathered takes one to two milliseconds a block, whatever the batch. The "
     "tuner begins exactly; at batch 64 its probes lead it to 0.10 to 0.15 of the tokens, late, and "
     "it needs 0.81 of the time of exact training there; at batch 8 it stays exact.",
-    "yields": "Half run: smaller budgets, the tuner and rows are still to come. So far there is no "
-    "gain. At this length, a third of an epoch, seeds differ by two to four points, and the rate "
-    "of `Tokens(0.3)`, twice that of exact training, was chosen by one seed that had luck with it: "
-    "44 at half of the time, where those that are reported have 34.",
+    "yields": "Not run to its end. So far there is no gain: at the rate that two seeds chose for "
+    "`Tokens(0.3)`, twice that of exact training, one run in three is lost at 0.75 T and T, with "
+    "an R² of zero; exact training was lost at that rate too when it was tried with batches "
+    "of 2. At 0.25 T kept tokens had been ahead with both of these seeds.",
     "sst2": "A gain at the same batch; against exact training at its best `Tokens(0.3)` has none "
     "that is certain: sentences of 13 word pieces leave little to drop. `Rows` by token, which "
     "stands here as a control, gains more, and is above exact training at its batch in each of the "
