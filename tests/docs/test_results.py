@@ -21,6 +21,7 @@ COMMANDS = {
     "pay": ["pay"],
     "tokens-noise/gpt": ["noise", "--task", "gpt"],
     "tokens-noise/mrpc": ["noise", "--task", "mrpc"],
+    "tokens-noise/sst2": ["noise", "--task", "sst2"],
     "tokens-noise/vit": ["noise", "--task", "vit"],
     "tokens-noise/yields": ["noise", "--task", "yields"],
 }
