@@ -371,7 +371,8 @@ def _controller(outcome: Outcome, curve: Curve) -> list[str]:
     control = outcome.control
     ahead = curve.last - control.last if control else math.nan
     return [
-        curve.way.label, str(curve.batch), _text(outcome.ratio(curve)), f"{ahead:+.2g}",
+        curve.way.label, str(curve.batch), _text(outcome.ratio(curve)),
+        _text(_same(outcome, curve)), f"{ahead:+.2g}",
         f"{outcome.cost(curve):.3f}", f"{fmean(len(story) for story in stories):.1f}",
         f"{fmean(story[-1][1] if story else 1.0 for story in stories):.2f}",
     ]  # fmt: skip
