@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as old_name
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -215,6 +215,26 @@ def test_a_tuner_moves_budgets_and_resumes_bitwise(tmp_path: Path) -> None:
     assert equal(parameters(whole), parameters(resumed))
     assert resumed.budgets == whole.budgets[27:]
     assert [e["budgets"] for e in first[0].tuner.log] == [e["budgets"] for e in second[0].tuner.log]
+
+
+@pytest.mark.parametrize(
+    ("limits", "calls"),
+    [
+        ({"max_epochs": 3}, 9),
+        ({"max_epochs": 3, "max_steps": 2}, 2),
+        ({"max_epochs": -1, "max_steps": 4, "accumulate_grad_batches": 2}, 8),
+    ],
+)
+def test_a_tuner_is_told_how_many_batches_there_will_be(tmp_path: Path, limits, calls) -> None:
+    loss = lambda model, data: F.cross_entropy(model.net(data[0]), data[1])  # noqa: E731
+    callback = SketchCallback(sp.Rows(0.5), tuner=lambda model, _: sp.Tuner(model, loss))
+    fit(module(), tmp_path, [callback], **limits)
+    assert callback.tuner.steps == calls
+    # Where accumulation changes, Lightning cannot tell, and training goes on all the same.
+    changing = GradientAccumulationScheduler(scheduling={0: 1, 1: 2})
+    again = SketchCallback(sp.Rows(0.5), tuner=lambda model, _: sp.Tuner(model, loss))
+    fit(module(), tmp_path, [again, changing], max_epochs=2)
+    assert again.tuner.steps == 6
 
 
 def test_a_schedule_and_a_tuner_are_not_given_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
@@ -65,8 +66,7 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         self._steps = trainer.global_step
         optimizer = trainer.optimizers[0] if trainer.optimizers else None
-        batches = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
-        self.start_tuner(pl_module, optimizer, batches, self._tuner_state)
+        self.start_tuner(pl_module, optimizer, _batches(trainer), self._tuner_state)
         self._tuner_state = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, *args: Any) -> None:
@@ -109,3 +109,14 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
             )
         self._resumed = state_dict["random"]
         self._tuner_state = state_dict["tuner"]
+
+
+def _batches(trainer: Any) -> float:
+    """How many there will be, by epochs or by steps; infinite: not known.
+
+    Lightning's own estimate raises where ``accumulate_grad_batches`` changes from epoch to epoch.
+    """
+    epochs, steps = trainer.max_epochs or 0, trainer.max_steps
+    by_epochs = trainer.num_training_batches * epochs if epochs > 0 else math.inf
+    by_steps = steps * trainer.accumulate_grad_batches if steps > 0 else math.inf
+    return float(min(by_epochs, by_steps))
