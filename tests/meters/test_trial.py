@@ -13,6 +13,7 @@ from torch import nn
 
 import sketchprop as sp
 from measure_helpers import loss_fn, make_batches, mlp
+from sketchprop.core import stopwatch
 from sketchprop.meters import Moment, Trial, Way
 from sketchprop.meters.advising import race
 
@@ -86,6 +87,28 @@ def test_all_ways_begin_alike_and_a_budget_of_one_is_exact_training_bitwise():
     assert found.gain("L1(1.0)").value == 0
     first, second = exact.curves
     assert first[-1].loss != second[-1].loss  # other batches
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_where_other_programs_have_the_cores_all_train_on_one_thread(busy, monkeypatch):
+    monkeypatch.setattr(stopwatch, "_threads_help", lambda threads: not busy)
+    before, seen, clock = torch.get_num_threads(), set(), Clock()
+    model = mlp()
+
+    def watched(model, batch):
+        seen.add(torch.get_num_threads())
+        return clock.loss(model, batch)
+
+    torch.set_num_threads(2)
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), 0.3)
+        found = sp.trial(model, watched, learnable(), optimizer, FEW, minutes=8, clock=clock)
+        assert seen == {1 if busy else 2}
+        assert torch.get_num_threads() == 2
+        assert ("other programs have the cores" in str(found)) == busy
+        assert bool(found.as_dict()["busy"]) == busy
+    finally:
+        torch.set_num_threads(before)
 
 
 def way(name, *curves):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...core.stopwatch import synchronise
+from ...core.stopwatch import synchronise, unhurried
 from ...layers.isolation import random_state_kept
 from ...layers.transform import unsketch_
 from ...sketches import AnySketch
@@ -133,7 +133,8 @@ def trial(
     now, on the same batches in the same order, equally many seconds each, ``repeats`` times on
     different batches. The first batches are kept apart; on them losses are taken. What else a
     loop of yours does (clipping, schedules of the rate) is not in it. Batches that were drawn are
-    held in memory; when they fill a gigabyte they are used again.
+    held in memory; when they fill a gigabyte they are used again. Where other programs have the
+    cores all train on one thread, and the answer says so.
 
     The model, optimizer, buffers and random state are not touched, also not by Ctrl-C.
 
@@ -145,7 +146,12 @@ def trial(
     start = clock()
     end = start + 60 * minutes
     device = next(p.device for p in model.parameters() if p.requires_grad)
-    with random_state_kept(), torch.inference_mode(False), torch.enable_grad():
+    with (
+        unhurried(device) as busy,
+        random_state_kept(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         stream = _Stream(batches)
         runs = _runs(model, optimizer, candidate, stream, repeats, control, seed)
         race = _Race(runs, loss_fn, stream.held, clock, device)
@@ -163,7 +169,7 @@ def trial(
         )
         for name in names
     ]
-    return Trial(tuple(ways), stream.different, HELD, clock() - start)
+    return Trial(tuple(ways), stream.different, HELD, clock() - start, busy)
 
 
 class _Race:

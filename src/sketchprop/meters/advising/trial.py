@@ -59,6 +59,8 @@ class Trial:
     held: int
     """Batches that were kept apart for the losses."""
     seconds: float
+    busy: str = ""
+    """What is to be said of a machine that others use at the same time."""
 
     @property
     def repeats(self) -> int:
@@ -114,7 +116,8 @@ class Trial:
             way.name: {"gain": self.gain(way.name), "change": self.change(way.name)}
             for way in self.ways[1:]
         }
-        facts = {"different": self.different, "held": self.held, "seconds": self.seconds}
+        facts = {"different": self.different, "held": self.held, "seconds": self.seconds,
+                 "busy": self.busy}  # fmt: skip
         answer = {"ahead": self.ahead, "compared": compared, "ways": self.ways, **facts}
         data: dict[str, Any] = plain_data(answer)
         return data
@@ -160,6 +163,8 @@ class Trial:
             f"times; losses on {self.held} batches kept apart; {self.different} batches trained "
             f"on; {self.seconds:.0f} s in all."
         )
+        if self.busy:
+            note += f" Note: {self.busy}."
         return [Table("The trial", columns, rows, note)]
 
     def __str__(self) -> str:
