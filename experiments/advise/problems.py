@@ -1,7 +1,9 @@
-"""Two networks where no sketch should be advised: the paper's MLP, and a ResNet with BatchNorm."""
+"""Two networks where no sketch should be advised, the paper's MLP and a ResNet with BatchNorm; and
+a task once more, in small batches."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -15,6 +17,7 @@ from ..lab.problem import Problem
 from ..lab.trainer import generator
 from ..mnist.stack import load as load_mnist
 from ..problems import drawer, hidden, pieces, pixels
+from ..tasks.table import yields
 
 HELD = 1000
 """Training pictures that are kept apart."""
@@ -107,3 +110,10 @@ def resnet(small: bool) -> Problem:
         batch_size=8 if small else 128,
         inner=hidden,
     )
+
+
+def small_yields(small: bool) -> Problem:
+    """Reaction yields in batches of 4."""
+    own = yields(small)
+    title = own.title.replace(f"batch {own.batch_size}", "batch 4")
+    return replace(own, batch_size=4, title=title)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 
 from ..lab.figures import label_axes, picture
 from .outcome import Outcome, Ratio
-from .ways import EXACT
 
 ADVISED = Path("docs/results/advise")
 NAMES = {
@@ -24,6 +24,8 @@ TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 16, 32)
 NEAR = 2
 """Batches may be larger or smaller by so much than those that ``advise`` saw: in others a step
 costs another share."""
+ALIKE = 1.1
+"""So may budgets: ``advise`` gives padding none, and so tries 0.19 where 0.2 was trained."""
 
 
 class Pair(NamedTuple):
@@ -64,23 +66,50 @@ def advised(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def answer_near(task: str, batch: int | None) -> dict[str, str] | None:
+    """What ``advise`` said of a task, where it was asked twice at the batch that is nearest."""
+    rows = [row for row in advised("summary.csv") if row["task"].partition("@")[0] == task]
+    if batch is None:
+        return rows[0] if rows else None
+    return min(rows, key=lambda row: abs(math.log(int(row["batch"]) / batch)), default=None)
+
+
+def _told(asked: str, name: str) -> tuple[float, float] | None:
+    """The change that was foretold of a sketch, or of one with nearly its budget; its error."""
+    kind, budget = _parts(name)
+    found: dict[float, tuple[float, float]] = {}
+    for row in advised("options.csv"):
+        own, other = _parts(row["name"])
+        if row["task"] == asked and row["change"] and own == kind:
+            apart = max(other / budget, budget / other)
+            found[apart] = float(row["change"]), float(row["error"])
+    nearest = min(found, default=math.inf)
+    return found[nearest] if nearest <= ALIKE else None
+
+
+def _parts(name: str) -> tuple[str, float]:
+    """
+    >>> _parts("Tokens(0.189)"), _parts("Rows(0.3, unit='sample')")
+    (('Tokens', 0.189), ("Rows(0.3, unit='sample')", 1.0))
+    """
+    match = re.fullmatch(r"(\w+)\(([\d.]+)\)", name)
+    return (match[1], float(match[2])) if match else (name, 1.0)
+
+
 def pairs(outcomes: Mapping[str, Outcome]) -> list[Pair]:
     """All ways on all tasks of which both are known, near the batch size that was asked about."""
-    asked = {row["task"]: int(row["batch"]) for row in advised("summary.csv")}
-    said = {(row["task"], row["name"]): row for row in advised("options.csv") if row["change"]}
     found = []
     for task, outcome in outcomes.items():
         for curve in outcome.curves:
-            row = said.get((task, NAMES.get(curve.way.name, "")))
-            control = outcome.same_batch(curve)
-            if row is None or control is None or curve.way.name == EXACT:
+            asked, control = answer_near(task, curve.batch), outcome.same_batch(curve)
+            if asked is None or control is None or curve.way.name not in NAMES:
                 continue
-            if not 1 / NEAR <= curve.batch / asked[task] <= NEAR:
+            if not 1 / NEAR <= curve.batch / int(asked["batch"]) <= NEAR:
                 continue
+            told = _told(asked["task"], NAMES[curve.way.name])
             ratio = outcome.ratio(curve, control, beyond=True)
-            if ratio is not None:
-                change, error = float(row["change"]), float(row["error"])
-                found.append(Pair(task, curve.way.label, change, error, ratio))
+            if told is not None and ratio is not None:
+                found.append(Pair(task, curve.way.label, *told, ratio))
     return found
 
 

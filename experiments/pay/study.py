@@ -27,7 +27,7 @@ from ..tasks.table import TASKS, Task
 from .earnest import run_in_earnest
 from .figure import draw as draw_figure
 from .outcome import LEVEL, Curve, Outcome, Ratio
-from .predictions import advised, pairs
+from .predictions import answer_near, pairs
 from .predictions import draw as draw_predictions
 from .predictions import summary as foretold
 from .runs import FINDINGS, Contest, Plan, TimedCell, missing_jobs, scores_of
@@ -228,7 +228,6 @@ def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
     facts = {
         "task": task, "anchor": task.name, "contest": contest, "times": times,
         "seconds": times["seconds"][f"/{contest.middle}"] * contest.length,
-        "predicted": _predicted(task.name),
     }  # fmt: skip
     if not contest.trained:
         way = find_way(contest.ways[-1])
@@ -237,13 +236,15 @@ def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
         step = f"{times['costs'][key]:.2f}"
         memory = _memory(times, way.sketch)
         return {**facts, "step": step, "quartiles": quartiles, "memory": memory,
-                "goal": GOALS[task.name]}  # fmt: skip
+                "goal": GOALS[task.name],
+                "predicted": _predicted(task.name, None)}  # fmt: skip
     shown = _shown(outcome)
     shares = [f"{share:g} T" for share in contest.shares]
     return {
         **facts,
         **(_headline(outcome, *shown, folder) if shown else _no_headline(outcome)),
         "goal": f"≤ {GOALS[task.name]:.2f}",
+        "predicted": _predicted(task.name, shown[0].batch if shown else None),
         "header": ["way", "rate", "steps", "step", "V/σ²", *shares, "time to equal quality",
                    "over exact at the same batch"],
         "lines": [_line(outcome, curve) for curve in outcome.curves],
@@ -299,14 +300,14 @@ def _by_clock(folder: Path) -> str:
     return f"{found['ratio']:.2f} (counted {found['share']:.2f})"
 
 
-def _predicted(task: str) -> str:
-    """What ``advise`` said of the task before anything was trained."""
-    for row in advised("summary.csv"):
-        if row["task"] == task:
-            change, line = float(row["change"]), row["answer"]
-            sketch = line.removeprefix("sp.sketch_(model, sp.").removesuffix(")")
-            return line if change == 1 else f"{change:.2f}, `{sketch}`"
-    return ""
+def _predicted(task: str, batch: int | None) -> str:
+    """What ``advise`` said of the task before anything was trained, at a batch like this."""
+    row = answer_near(task, batch)
+    if row is None:
+        return ""
+    change, line = float(row["change"]), row["answer"]
+    sketch = line.removeprefix("sp.sketch_(model, sp.").removesuffix(")")
+    return line if change == 1 else f"{change:.2f}, `{sketch}`"
 
 
 def _best(outcome: Outcome) -> tuple[Curve, Ratio] | None:

@@ -363,6 +363,12 @@ def test_what_was_predicted_is_held_against_exact_training_at_the_same_batch(tmp
     (tmp_path / "summary.csv").write_text("task,batch\nvit,16\n")  # rows run at 8, tokens at 4
     outcome = Outcome(CONTEST, costs, played(CONTEST, costs, score))
     assert [pair.way for pair in predictions.pairs({"vit": outcome})] == [rows.way]
+    # Asked twice, the nearer batch answers; padding has no budget, so that 0.28 stands for 0.3.
+    (tmp_path / "summary.csv").write_text("task,batch\nvit,16\nvit@4,4\n")
+    both = ["vit@4,Tokens(0.283),0.9,0.05", "vit@4,Tokens(0.189),0.8,0.05"]
+    (tmp_path / "options.csv").write_text("\n".join([*lines, *both, ""]))
+    assert [pair.predicted for pair in predictions.pairs({"vit": outcome})] == [0.9, 1.4]
+    assert predictions.answer_near("vit", None)["task"] == "vit"
     said = predictions.summary(found)
     assert (said["count"], said["median"]) == (2, pytest.approx((0.2 + 0.02) / 2))
     assert (said["right"], said["decided"]) == (2, 2)
