@@ -19,7 +19,7 @@ from ..lab.store import Row
 from ..lab.sweep import Cell, Findings, Run
 from ..lab.trainer import Trainer, outputs
 from ..tasks.table import TASKS, Task
-from .ways import CONTROLS, EXACT, KEPT, Way, find_way
+from .ways import CONTROLS, EXACT, KEPT, PUBLISHED, Way, find_way
 
 FIRST = (1, 2, 3)
 """The places of the rates that are tried first; of the two beside them one may follow."""
@@ -125,6 +125,9 @@ class Contest:
     """Sizes that exact training and ``Tokens(0.3)`` try."""
     unit: int = 0
     """The one whose exact steps are the unit of time; 0: the middle one."""
+    published: int = 0
+    """The one of the published setting, where what ``advise`` says is held against exact training
+    too; 0: none of them."""
     rates: tuple[float, ...] = ()
     ways: tuple[str, ...] = (EXACT, "tokens-0.3", "tokens-0.2", "rows-0.3", "tuner")
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
@@ -154,6 +157,10 @@ class Contest:
             raise ExperimentError(f"{where}: length, batches and the way {EXACT!r} are needed")
         if self.middle not in self.batches:
             raise ExperimentError(f"{where}: unit = {self.unit} is none of {list(self.batches)}")
+        if self.published and self.published not in self.batches:
+            raise ExperimentError(
+                f"{where}: published = {self.published} is none of {list(self.batches)}"
+            )
         return self
 
     @property
@@ -247,9 +254,13 @@ class Plan:
     def best_batches(self, way: Way) -> list[int]:
         """The size that is best for it, or for those that it follows; empty: not known yet."""
         leaders = (way.name,) if way.sizes else way.follows
-        known = (name if name in self.contest.ways else EXACT for name in leaders)
-        found = dict.fromkeys(self.best_batch(find_way(name)) for name in known)
-        return [size for size in found if size is not None]
+        found = dict.fromkeys(map(self._leading, leaders))
+        return [size for size in found if size]
+
+    def _leading(self, name: str) -> int | None:
+        if name == PUBLISHED:
+            return self.contest.published
+        return self.best_batch(find_way(name if name in self.contest.ways else EXACT))
 
     def ranked(self, way: Way) -> list[int]:
         """Its batch sizes, the one that did best on validation data first; empty: not known yet."""
@@ -269,15 +280,16 @@ class Plan:
         """The lengths at which it is run: at its best size all it has, at others none.
 
         Exact training runs to the end at several sizes. All lengths it has at the one that ends
-        best, the control; two at its best one on validation data, which most ways follow, and at
-        that of kept tokens: enough to say what these gain or lose at their own size.
+        best, the control; two at its best one on validation data, which most ways follow, at that
+        of kept tokens and at the published one: enough to say what these gain or lose at their own
+        size.
         """
         every = way.shares or self.contest.shares
         if way.name != EXACT:
             return every if batch in self.best_batches(way) else ()
         if batch == self.control:
             return every
-        if batch in (self.best_batch(way), self.kept_batch):
+        if batch in (self.best_batch(way), self.kept_batch, self.contest.published):
             return TWO
         return (1.0,) if batch in self._ends else ()
 
@@ -289,7 +301,7 @@ class Plan:
     @property
     def _ends(self) -> list[int]:
         """The sizes at which exact training runs to the end."""
-        found = {*self.ranked(find_way(EXACT))[:SHOWN], self.kept_batch}
+        found = {*self.ranked(find_way(EXACT))[:SHOWN], self.kept_batch, self.contest.published}
         return [size for size in self.contest.batches if size in found]
 
     @property

@@ -23,6 +23,8 @@ from ..vcas import VCASController
 
 EXACT = "exact"
 KEPT = "tokens-0.3"
+PUBLISHED = "published"
+"""In ``follows``: the batch size of the published setting."""
 TUNER = "tuner"
 PEER = "vcas"
 PEER_POINTS = ((1.0, 1.0), (0.5, 1.0), (0.5, 0.5))
@@ -73,14 +75,15 @@ _WAYS = (
     Way(EXACT, "exact", "", "k", sizes=True),
     Way(KEPT, "Tokens(0.3)", "Tokens(0.3)", "C0", sizes=True),
     Way("tokens-0.2", "Tokens(0.2)", "Tokens(0.2)", "C0", "--", follows=(KEPT,), shares=(0.5, 1.0)),
-    # What `advise` says to type for the yields, whose reactions are padded: 0.2 of the others.
+    # What `advise` says to type for the yields in batches of 16, whose reactions are padded: 0.2 of
+    # the others.
     Way(
         "tokens-0.169",
         "Tokens(0.169)",
         "Tokens(0.169)",
         "C5",
         "--",
-        follows=(KEPT,),
+        follows=(KEPT, PUBLISHED),
         shares=(0.5, 1.0),
     ),
     Way(

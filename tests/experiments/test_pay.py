@@ -337,6 +337,19 @@ def test_smoke(tmp_path, capsys):
         capsys.readouterr()
 
 
+def test_what_advise_says_runs_at_the_published_batch_too_beside_exact_training():
+    contest = replace(CONTEST, ways=("exact", "tokens-0.3", "tokens-0.169"), published=16)
+    costs = costs_of(contest)
+    rows = played(contest, costs, lambda run: 60.0 - run.cell.batch + 10 * run.cell.time)
+    outcome = Outcome(contest, costs, rows)
+    told = [curve for curve in outcome.curves if curve.way.name == "tokens-0.169"]
+    assert [curve.batch for curve in told] == [4, 16]
+    assert outcome.same_batch(told[1]).shares == [0.5, 1.0]
+    assert (outcome.control.batch, outcome.same_batch(told[1]).batch) == (4, 16)
+    with pytest.raises(ExperimentError, match="published = 5 is none of"):
+        replace(contest, published=5).check("here")
+
+
 def test_what_was_predicted_is_held_against_exact_training_at_the_same_batch(tmp_path, monkeypatch):
     """Found: 0.75 for kept tokens at batch 4, where exact training ends at 60; rows do not get
     there: exact training has their 50 after 0.7 of the time."""
