@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ..lab.engine import one_thread
@@ -14,13 +15,36 @@ from .outcome import Curve, Outcome
 TURNS = 20
 
 
-def run_in_earnest(outcome: Outcome, curve: Curve, share: float, quiet: bool) -> dict[str, Any]:
+def run_in_earnest(
+    outcome: Outcome,
+    curve: Curve,
+    share: float,
+    known: dict[str, Any],
+    quiet: bool,
+    keep: Callable[[dict[str, Any]], object],
+) -> None:
     """Exact training for the whole time, the way for ``share`` of it; seconds of steps alone.
 
-    One process, one thread, a twentieth of one run after a twentieth of the other, so that a slow
-    minute meets both.
+    One process, one thread. By seed, each of which is kept as soon as it is done; what is
+    ``known`` of the same way and share is not run again. Where batches differ in length one seed
+    may meet longer ones than another, so that several are needed.
     """
-    control, seed = outcome.control, outcome.contest.seeds[0]
+    told = {"way": curve.way.name, "batch": curve.batch, "share": round(share, 6)}
+    seeds = known.get("seeds", {}) if told.items() <= known.items() else {}
+    with one_thread():
+        for seed in outcome.contest.clocked:
+            if str(seed) in seeds:
+                continue
+            seeds = {**seeds, str(seed): _one_seed(outcome, curve, share, seed, quiet)}
+            exact, own = (sum(one["seconds"][i] for one in seeds.values()) for i in (0, 1))
+            keep({**told, "machine": made_on(), "ratio": own / exact, "seeds": seeds})
+
+
+def _one_seed(
+    outcome: Outcome, curve: Curve, share: float, seed: int, quiet: bool
+) -> dict[str, Any]:
+    """A twentieth of one run after a twentieth of the other, so that a slow minute meets both."""
+    control = outcome.control
     assert control is not None
     runs = []
     for side, length in ((control, 1.0), (curve, share)):
@@ -28,18 +52,15 @@ def run_in_earnest(outcome: Outcome, curve: Curve, share: float, quiet: bool) ->
         assert chosen is not None
         cell = outcome.contest.cell(side.way, side.batch, length, outcome.costs, tested=1)
         runs.append(Run(cell, chosen.rate_index, seed))
-    with one_thread():
-        trainers = [run.cell.trainer(run)[0] for run in runs]  # type: ignore[attr-defined]
-        for turn in range(1, TURNS + 1):
-            for trainer in trainers:
-                trainer.run_to(math.ceil(trainer.marks[-1] * turn / TURNS))
-            if not quiet:
-                sys.stderr.write(f"{outcome.contest.task}, in earnest: {turn / TURNS:.0%}\n")
-        machine = made_on()
+    trainers = [run.cell.trainer(run)[0] for run in runs]  # type: ignore[attr-defined]
+    for turn in range(1, TURNS + 1):
+        for trainer in trainers:
+            trainer.run_to(math.ceil(trainer.marks[-1] * turn / TURNS))
+        if not quiet:
+            told = f"{outcome.contest.task}, in earnest, seed {seed}: {turn / TURNS:.0%}\n"
+            sys.stderr.write(told)
     found = [trainer.found() for trainer in trainers]
-    seconds = [sum(one["seconds_curve"]) for one in found]
     return {
-        "way": curve.way.name, "batch": curve.batch, "share": share, "machine": machine,
-        "seconds": seconds, "ratio": seconds[1] / seconds[0],
+        "seconds": [sum(one["seconds_curve"]) for one in found],
         "quality": [one["test_curve"][-1] for one in found],
-    }  # fmt: skip
+    }

@@ -137,6 +137,8 @@ class Contest:
     tuned_at: float = 0.5
     """The share of the time at which rates are chosen."""
     shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+    clocked: tuple[int, ...] = (0,)
+    """Seeds with which the winner is run by the clock."""
     thin: int = 1
     trained: bool = True
     """Whether there are runs; else steps are timed and no more: where gradients are exact."""
@@ -301,7 +303,7 @@ class Plan:
     @property
     def _ends(self) -> list[int]:
         """The sizes at which exact training runs to the end."""
-        found = {*self.ranked(find_way(EXACT))[:SHOWN], self.kept_batch, self.contest.published}
+        found = {*self.ranked(find_way(EXACT))[:SHOWN], self.kept_batch}
         return [size for size in self.contest.batches if size in found]
 
     @property

@@ -14,7 +14,7 @@ from experiments.lab.engine import execute, run_sweep
 from experiments.lab.store import Store, read_rows
 from experiments.lab.sweep import Run
 from experiments.lab.trainer import generator
-from experiments.pay import predictions
+from experiments.pay import earnest, predictions
 from experiments.pay.outcome import Outcome, reached
 from experiments.pay.runs import Contest, Plan, missing_jobs, scores_of
 from experiments.pay.study import PAY, SCHEMA
@@ -315,6 +315,36 @@ def test_a_contest_that_was_killed_trains_only_what_is_missing(tmp_path):
     rows = read_rows(tmp_path, SCHEMA)
     assert len(rows) == len({row["run"] for row in rows}) == len(seen) - 1
     assert Outcome(contest, costs, rows).control is not None
+
+
+def test_by_the_clock_each_seed_is_kept_and_none_is_run_twice(monkeypatch):
+    contest = replace(CONTEST, ways=("exact", "tokens-0.3"), clocked=(0, 1))
+    costs = costs_of(contest)
+    outcome = Outcome(contest, costs, played(contest, costs, lambda run: 50.0))
+    curve = next(c for c in outcome.curves if c.way.name == "tokens-0.3")
+    kept, ran = [], []
+
+    def one_seed(outcome, curve, share, seed, quiet):
+        ran.append(seed)
+        return {"seconds": [10.0, 4.0 + 4 * seed], "quality": [50.0, 50.0]}
+
+    threads = torch.get_num_threads()
+    with monkeypatch.context() as patch:
+        patch.setattr(earnest, "_one_seed", one_seed)
+        earnest.run_in_earnest(outcome, curve, 0.5, {}, True, kept.append)
+        assert [found["ratio"] for found in kept] == [0.4, 0.6]
+        assert kept[-1]["machine"]["threads"] == 1
+        earnest.run_in_earnest(outcome, curve, 0.5, kept[0], True, kept.append)
+        assert ran == [0, 1, 1]
+        assert kept[-1] == kept[1]
+        earnest.run_in_earnest(outcome, curve, 0.6, kept[0], True, kept.append)
+        assert ran == [0, 1, 1, 0, 1]  # another share: all anew
+    once = replace(contest, clocked=(1,))
+    outcome = Outcome(once, costs, played(once, costs, lambda run: 50.0))
+    earnest.run_in_earnest(outcome, curve, 0.5, {}, True, kept.append)
+    assert list(kept[-1]["seeds"]) == ["1"]
+    assert min(kept[-1]["seeds"]["1"]["seconds"]) > 0
+    assert torch.get_num_threads() == threads
 
 
 def test_smoke(tmp_path, capsys):
