@@ -63,8 +63,13 @@ class Ratio:
         """
         >>> Ratio(0.61, 0.55, math.inf, 0.25).text(), Ratio(math.inf, 0.9, math.inf, 0.25).text()
         ('0.61 (0.55 to > 1)', '> 1 (0.90 to > 1)')
+        >>> Ratio(math.inf, math.inf, math.inf, 0.25).text()
+        '> 1'
         """
-        return f"{self._one(self.value)} ({self._one(self.low)} to {self._one(self.high)})"
+        ends = self._one(self.low), self._one(self.high)
+        if ends[0] == ends[1] == self._one(self.value):
+            return ends[0]  # the same in all resamples: not reached, most often
+        return f"{self._one(self.value)} ({ends[0]} to {ends[1]})"
 
     def _one(self, value: float) -> str:
         if math.isinf(value):
