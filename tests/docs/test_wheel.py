@@ -93,9 +93,10 @@ def run(installed, code, folder) -> str:
 
 
 def first_example() -> str:
-    """The first block of Python in the README."""
+    """The first block of Python in the README that uses the package."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0]
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return next(block for block in blocks if "import sketchprop" in block)
 
 
 # --- what is in them -------------------------------------------------------------------------

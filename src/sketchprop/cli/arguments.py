@@ -65,10 +65,11 @@ ADVISE = """\
 Tries what fits the model: kept tokens, rows by token, whole samples, columns, and half of the
 batch as the control. For each it takes the time of a step, in turns with exact ones, and the noise
 that it adds; what counts is the time to equal quality. Says first what to paste, or to stay exact.
+Noise changes while a model trains: --steps 200 asks after so many.
 """
 ADVISE_EXAMPLES = f"""\
 examples:
-  sketchprop advise --model vit --minutes 1
+  sketchprop advise --model vit --steps 50 --optimizer adamw --minutes 1
   sketchprop advise --model mycode:make --minutes 5 --json advice.json
       make() returns (model, loss_fn, batches), or (model, loss_fn, batches, optimizer);
       loss_fn(model, batch) is a scalar
@@ -135,7 +136,7 @@ _TRIED = f"{_MODEL} --planner"
 _EFFORT = f"{_TRAINED} --draws --no-split --rounds=7 --overhead --minutes"
 _CHECK_OPTIONS = "sketches --planner --model --data --batch-size --device --draws --verbose"
 _MEASURE_OPTIONS = f"{_TRIED} {_EFFORT} --location --budgets --plot"
-_ADVISE_OPTIONS = f"{_TASK} {_TRAINED} --minutes=2 --trial --plot"
+_ADVISE_OPTIONS = f"{_TASK} {_TRAINED} --minutes=2 --same-batch --trial --plot"
 _PLAN_OPTIONS = f"{_MODEL} --rounds=15 --plot"
 _BENCH_OPTIONS = "shapes --sketch --rounds=15 --device --plot"
 _REPORT_OPTIONS = f"{_TRIED} --output --title {_EFFORT}"
@@ -197,11 +198,18 @@ def _options() -> dict[str, dict[str, Any]]:
         "--batch-size": _value(128, "of built-in models' batches", type=_positive),
         "--sketch": _value(["L1(0.1)"], f"which; {by_name}", dest="sketches", **several),
         "--planner": _text("who makes the atoms: Every(50), Fresh(rows=0.1), or module:Class(…)"),
-        "--steps": _value([0], "train exactly for N first", type=_natural, nargs="+", metavar="N"),
+        "--steps": _value(
+            [0],
+            "train exactly for N first, on top of --minutes",
+            type=_natural,
+            nargs="+",
+            metavar="N",
+        ),
         "--batches": _value(8, "how many different ones to measure on", type=_positive),
         "--draws": _text("Monte Carlo draws, for each batch", type=_positive),
         "--optimizer": _text(
-            f"of --steps and --trial: {', '.join(OPTIMIZERS)} (sgd, or the factory's own)",
+            f"of training; noise and time count as with it: {', '.join(OPTIMIZERS)} (sgd, or the "
+            "factory's own)",
             choices=list(OPTIMIZERS),
         ),
         "--learning-rate": _text(
@@ -223,6 +231,7 @@ def _options() -> dict[str, dict[str, Any]]:
             [0.05, 0.1, 0.2, 0.5], "kept fractions for --location", type=float, nargs="+"
         ),
         "--device": _text("where: cpu, cuda, mps (the factory's own, or cpu)"),
+        "--same-batch": _text("the batch is given: do not try half of it", **on),
         "--trial": _text(
             "then train exact, advised and with half of each batch in turns (%(const)s minutes)",
             nargs="?",

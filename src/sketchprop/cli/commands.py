@@ -83,11 +83,13 @@ def run_advise(options: Namespace) -> int:
             batches,
             optimizer=task.optimizer,
             minutes=options.minutes,
+            control=not options.same_batch,
             progress=line.share,
             seed=options.seed,
         )
         if options.trial:
-            line.stage(f"a trial: exact, {report.closest.name} and half of the batch in turns")
+            others = "" if options.same_batch else ", half of the batch"
+            line.stage(f"a trial: exact, {report.closest.name}{others}, in turns")
             found = trial(
                 task.model,
                 task.loss_fn,
@@ -95,6 +97,7 @@ def run_advise(options: Namespace) -> int:
                 task.optimizer,
                 report.candidates[report.closest.name],
                 minutes=options.trial,
+                control=not options.same_batch,
                 progress=line.share,
                 seed=options.seed,
             )
@@ -176,7 +179,7 @@ def _train(options: Namespace, task: Task, line: Progress) -> None:
     steps = options.steps[-1]
     line.stage(f"training exactly for {steps} steps")
     make_optimizer(task, options.optimizer, options.learning_rate)
-    train(task, steps)
+    train(task, steps, line.share)
 
 
 def _batches(options: Namespace, task: Task) -> list[Any]:

@@ -256,15 +256,16 @@ def make_optimizer(task: Task, name: str | None, learning_rate: float | None) ->
     return task.optimizer
 
 
-def train(task: Task, steps: int) -> None:
+def train(task: Task, steps: int, report: Callable[[float], None] = lambda share: None) -> None:
     """Plain exact training: sketches are measured at a point of it, not only at its start."""
     if steps == 0:
         return
     task.model.train()
-    for batch in islice(task.stream, steps):
+    for done, batch in enumerate(islice(task.stream, steps), 1):
         task.optimizer.zero_grad()
         torch.autograd.backward(task.loss_fn(task.model, batch))
         task.optimizer.step()
+        report(done / steps)
     task.optimizer.zero_grad()
 
 

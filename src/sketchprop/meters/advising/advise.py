@@ -37,6 +37,7 @@ def advise(
     optimizer: Any = None,
     minutes: float = 2,
     trial: float = 0,
+    control: bool = True,
     progress: Progress | None = None,
     seed: int = 0,
 ) -> Advice:
@@ -44,16 +45,18 @@ def advise(
 
     Tries the sketches that fit: kept tokens where blocks are known, the rows that are not zero
     where many are, rows by token, whole samples, columns; and half of the batch as the control.
-    For each the time of a step (in turns with exact ones; on one thread where other programs have
-    the cores) and the noise that it adds, in about ``minutes``. What counts is the time to equal
-    quality over exact: the time of a step, times (‖g‖² + σ² + V)/(‖g‖² + σ²) with SGD, or what
-    Adam makes of V (``meters/noise/metric.py``).
+    For each the time of a step (in turns with exact ones, the optimizer's own added; on one thread
+    where other programs have the cores) and the noise that it adds, in about ``minutes``. What
+    counts is the time to equal quality over exact: the time of a step, times
+    (‖g‖² + σ² + V)/(‖g‖² + σ²) with SGD, or what Adam makes of V (``meters/noise/metric.py``).
 
     ``batches``: at least two, better eight, of a list or a loader; no more are taken.
-    ``optimizer``: the one that trains; steps are counted as it sees noise. Ask after some hundred
-    steps of training, not at the first: noise grows. ``progress`` is told the share that is done.
+    ``optimizer``: the one that trains; steps are counted as it sees noise, and its own time is
+    timed, on a copy. Ask after some hundred steps of training, not at the first: noise changes.
+    ``progress`` is told the share that is done.
     ``trial``: minutes for a short training with the optimizer afterwards, exact, with the best
     candidate and with half of each batch, see ``trial``; the answer is ``advice.trial``.
+    ``control=False``: the batch is given, half of it is not tried.
     The model, gradients, buffers, optimizer and random state are left as they were.
 
         advice = advise(model, loss_fn, loader, optimizer=optimizer)
@@ -66,7 +69,9 @@ def advise(
     taken = take_batches(batches, minutes)
     start = monotonic()
     with unhurried(next(model.parameters()).device) as busy:
-        advice, chosen = _advised(model, loss_fn, taken, optimizer, minutes, progress, seed)
+        advice, chosen = _advised(
+            model, loss_fn, taken, optimizer, minutes, control, progress, seed
+        )
         if busy:
             advice = replace(advice, warnings=(busy, *advice.warnings))
         if trial:
@@ -77,6 +82,7 @@ def advise(
                 optimizer,
                 chosen,
                 minutes=trial,
+                control=control,
                 progress=progress,
                 seed=seed,
             )
@@ -90,6 +96,7 @@ def _advised(
     taken: list[Any],
     optimizer: Any,
     minutes: float,
+    control: bool,
     progress: Progress | None,
     seed: int,
 ) -> tuple[Advice, Candidate]:
@@ -111,14 +118,14 @@ def _advised(
         meter = Meter(model, loss_fn, taken, optimizer, seed, a_pass)
         buffers.restore()
         options = _tried(meter, tried, end, progress)
-        control = meter.half(end - monotonic())
+        half = meter.half(end - monotonic()) if control else None
         if progress is not None:
             progress(1.0)
         _check_tried(options, minutes)
         known = {candidate.name: candidate for candidate in tried}
         advice = Advice(
             options=tuple(options),
-            control=control,
+            control=half,
             signal=meter.signal,
             live=live,
             batches=len(taken),
@@ -180,12 +187,13 @@ def _told(
         )
     if optimizer is None:
         found.append(
-            "no optimizer was given: noise counts as for SGD; with Adam it may cost more, or less"
+            "no optimizer was given: its own time is not counted, and noise counts as for SGD; "
+            "with Adam it may cost more, or less"
         )
     if optimizer is not None and adaptive(optimizer) and not ready(optimizer):
         found.append(
-            "the optimizer has not made a step yet, and noise grows: ask again after some hundred "
-            "steps"
+            "the optimizer has not made a step yet, and noise changes while a model trains: ask "
+            "again after some hundred steps (--steps 200 on the command line)"
         )
     if any(option.sound and (option.noise or 0.0) > 0.1 for option in options):
         found.append("gradient clipping is not seen: noise that it cuts makes the mean biased")

@@ -39,7 +39,7 @@ class Option:
     """ρ(1 + noise): the predicted time to equal quality."""
     error: float = math.inf
     memory: float | None = None
-    """Bytes saved for backward."""
+    """Bytes kept for backward."""
     note: str = ""
 
     @property
@@ -54,7 +54,8 @@ class Advice:
 
     options: tuple[Option, ...]
     control: Option | None
-    """Half of the batch, exact; ``None`` if the batch cannot be cut, not measured: no time."""
+    """Half of the batch, exact; ``None`` if the batch is given or cannot be cut, not measured: no
+    time."""
     signal: float
     """‖g‖²/σ²."""
     live: float
@@ -81,19 +82,24 @@ class Advice:
 
     @property
     def pays(self) -> bool:
+        """Whether the best option is the best thing to do."""
+        return self.gains and not self._half_is_better
+
+    @property
+    def gains(self) -> bool:
+        """Whether the best option is ahead of exact steps on the same batch."""
         best = self.best
-        if best is None or _change(best) > 1 - max(MARGIN, best.error):
-            return False
-        return not self._half_is_better
+        return best is not None and _change(best) <= 1 - max(MARGIN, best.error)
 
     @property
     def _half_is_better(self) -> bool:
-        """Whether half of the batch is ahead of the best option by two standard errors."""
+        """Whether half of the batch is ahead, by two standard errors, of exact steps on the whole
+        and of an option that gains."""
         best, control = self.best, self.control
-        if best is None or control is None:
+        if control is None or control.change is None:
             return False
-        ahead = _change(best) - _change(control)
-        return control.change is not None and ahead > 2 * math.hypot(best.error, control.error)
+        bar, error = (_change(best), best.error) if best and self.gains else (1.0, 0.0)
+        return bar - control.change > max(MARGIN, 2 * math.hypot(error, control.error))
 
     @property
     def untried(self) -> list[Option]:
@@ -136,11 +142,8 @@ class Advice:
             f"{ratio(1 + (best.noise or 0.0))} the steps are needed, together "
             f"{with_error(_change(best), best.error)}"
         )
-        if self.pays:
+        if self.gains:
             return numbers
-        if self._half_is_better and self.control is not None:
-            change = with_error(_change(self.control), self.control.error)
-            return f"half of the batch, exact, does more, {change}; {numbers}"
         return f"what is saved is not worth the noise, or too close to call; {numbers}"
 
     def apply_(self, model: Model) -> Model:
@@ -163,8 +166,20 @@ class Advice:
         if self.pays:
             first = f"It pays: {change_in_words(self.change, 'time')} to the same quality."
             lines = [first, "", f"    {self.line}", "", f"Why: {self.reason}."]
+        elif self.best is not None and self.gains:
+            lines = [
+                f"Halve the batch: {self._half_text} to the same quality. Then ask again.",
+                "",
+                f"With the batch as it is, {change_in_words(_change(self.best), 'time')}:",
+                "",
+                f"    {self.best.line}",
+                "",
+                f"Why: {self.reason}.",
+            ]
         elif self.decided:
             lines = ["Stay exact: no sketch pays here.", "", f"Why: {self.reason}."]
+            if self._half_is_better:
+                lines.append(f"Half of the batch: {self._half_text}.")
         else:
             count, missing = len(self.options), len(self.untried)
             more = math.ceil(self.seconds / 60 * count / (count - missing))
@@ -178,20 +193,31 @@ class Advice:
         tried = [] if self.trial is None else [self.trial.headline()]
         return "\n".join([*lines, *tried, *notes])
 
+    @property
+    def _half_text(self) -> str:
+        assert self.control is not None
+        change, error = _change(self.control), self.control.error
+        said = change_in_words(change, "time")
+        return f"exact steps on half of it need {said} ({with_error(change, error)})"
+
     def tables(self) -> list[Table]:
         columns = (
             *(words("tried"), Column("time", ".3f"), Column("noise", ".3g")),
             *(Column("in all", ".3f"), Column("±", ".2g"), Column("memory", ".3f"), words("note")),
         )
-        shown = [*self.options, *([] if self.control is None else [self.control])]
+        shown = sorted(self.options, key=_change)
+        shown += [] if self.control is None else [self.control]
         rows = [
             (o.name, o.time, o.noise, o.change, _finite(o.error), o.memory, o.note) for o in shown
         ]
         note = (
-            "Over exact steps: time of a step, steps that noise adds, time to the same quality, "
-            f"bytes saved for backward. {self.batches} batches, {self.seconds:.0f} s; "
-            f"‖g‖²/σ² = {self._signal_text}; {self.live:.0%} of the gradient's rows are not 0."
+            "All over exact steps. time: of a step; noise: the steps that it adds; in all: "
+            "time × (1 + noise), the time to the same quality; memory: bytes kept for backward. "
+            f"{self.batches} batches, {self.seconds:.0f} s. ‖g‖²/σ², the mean gradient over the "
+            f"batches' noise: {self._signal_text}; noise costs less where it is large."
         )
+        if self.live < 1:
+            note += f" {self.live:.0%} of the gradient's rows are not zero, the others are padding."
         own = Table("Candidates", columns, rows, note)
         return [own, *([] if self.trial is None else self.trial.tables())]
 

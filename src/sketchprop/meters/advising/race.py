@@ -143,8 +143,6 @@ def trial(
     """
     _check(model, optimizer, minutes, repeats)
     candidate = sketch if isinstance(sketch, Candidate) else Candidate(sketch)
-    start = clock()
-    end = start + 60 * minutes
     device = next(p.device for p in model.parameters() if p.requires_grad)
     with (
         unhurried(device) as busy,
@@ -152,6 +150,8 @@ def trial(
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
+        start = clock()
+        end = start + 60 * minutes
         stream = _Stream(batches)
         runs = _runs(model, optimizer, candidate, stream, repeats, control, seed)
         race = _Race(runs, loss_fn, stream.held, clock, device)
