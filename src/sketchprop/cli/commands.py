@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..core.stopwatch import unhurried
 from ..core.table import Report
 from ..layers.transform import sketch_
 from ..meters import MeasureReport, advise, bench, check_unbiased, measure, plan, trial
@@ -179,7 +180,8 @@ def _train(options: Namespace, task: Task, line: Progress) -> None:
     steps = options.steps[-1]
     line.stage(f"training exactly for {steps} steps")
     make_optimizer(task, options.optimizer, options.learning_rate)
-    train(task, steps, line.share)
+    with unhurried(next(task.model.parameters()).device):
+        train(task, steps, line.share)
 
 
 def _batches(options: Namespace, task: Task) -> list[Any]:
