@@ -105,7 +105,7 @@ def test_a_pattern_in_a_model_without_layers():
 
 def test_an_empty_mapping():
     text = message(ValueError, lambda: sp.sketch_(model(), {}))
-    assert "{'0': L1(0.1)}" in text
+    assert "{'0': Rows(0.3)}" in text
     assert "'4'" in text
 
 
@@ -132,14 +132,14 @@ def test_a_model_with_one_layer():
 def test_something_that_is_no_sketch(sketch):
     text = message(TypeError, lambda: sp.sketch_(model(), sketch))
     assert repr(sketch) in text
-    assert "L1(0.1)" in text
+    assert "Tokens(0.3)" in text
 
 
 def test_something_that_is_no_sketch_in_a_mapping():
     text = message(TypeError, lambda: sp.sketch_(model(), {"0": 0.1}))
     assert "'0'" in text
     assert "0.1" in text
-    assert "L1(0.1)" in text
+    assert "Rows(0.3)" in text
 
 
 # --- core functions ---
@@ -293,7 +293,7 @@ def test_a_gradient_scaler_would_skip_the_step(variant):
 def test_check_unbiased_of_something_else():
     text = message(TypeError, lambda: sp.check_unbiased(0.5))
     assert "0.5" in text
-    assert "L1(0.1)" in text
+    assert "Rows(0.3)" in text
 
 
 def test_check_unbiased_of_a_sketch_with_a_loss():

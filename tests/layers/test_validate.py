@@ -204,5 +204,5 @@ def test_the_findings_are_true_rows_before_batch_norm_add_far_more_noise():
 
 
 def test_what_is_no_sketch_is_refused():
-    with pytest.raises(TypeError, match="L1"):
+    with pytest.raises(TypeError, match=r"Tokens\(0.3\)"):
         sp.validate(wide(), 0.3)

@@ -79,6 +79,8 @@ def test_where_half_of_the_batch_does_more_that_comes_first_and_the_line_for_thi
     )
     assert lines[2] == "With the batch as it is, 23 % less time:"
     assert lines[4].strip() == TOKENS.line
+    assert answer.reason.startswith("half of the batch gains more: exact steps on half of it need")
+    assert "half" not in lines[6]
     stays = advice(replace(TOKENS, noise=0.5, change=1.05), control=replace(HALF, change=0.8))
     first, *rest = stays.headline().splitlines()
     assert first == "Stay exact: no sketch pays here."

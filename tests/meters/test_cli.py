@@ -13,6 +13,7 @@ import sketchprop as sp
 from sketchprop import data, zoo
 from sketchprop.cli import main
 from sketchprop.cli.specs import MODELS, UsageError, load_task, parse_sketch, parse_sketches
+from sketchprop.core import stopwatch
 
 PNG = b"\x89PNG"
 
@@ -250,12 +251,28 @@ def test_plan_lists_layers(run, mine, tmp_path):
     code, out, _ = run("plan", "--model", f"{mine}:make", "--rounds", "1", "--plot", "p.png")
     assert code in (0, 1)
     assert "32 × 6" in out
-    assert "layers are worth L1(0.1)" in out
+    assert "layers are worth Tokens(0.3)" in out
     assert (tmp_path / "p.png").read_bytes()[:4] == PNG
     code, out, _ = run("plan", "--model", f"{mine}:make", "--rounds", "1", "--json")
     report = json.loads(out)
     assert code == (0 if report["worthwhile"] else 1)
     assert [line["layer"] for line in report["layers"]] == ["0", "2"]
+
+
+@pytest.mark.parametrize("command", ["plan", "measure", "report"])
+def test_on_a_busy_machine_it_times_on_one_thread_and_says_so(run, mine, monkeypatch, command):
+    seen = []
+    monkeypatch.setattr(stopwatch, "_threads_help", seen.append)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        code, _, err = run(command, "--model", f"{mine}:make", "--rounds", "1")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert code in (0, 1)
+    assert err.count("other programs have the cores, 2 threads are no faster") == 1
+    assert seen == [2], "asked once"
 
 
 def test_bench_lists_shapes(run, tmp_path):
@@ -293,7 +310,7 @@ def test_help_teaches(run, command):
         (["check", "L1(1.5)"], "not a kept fraction"),
         (["check", "L1(0.1, roots=True)"], "roots"),
         (["check", "__import__('os')"], "unknown in"),
-        (["check", "1 + 1"], "is not a sketch, for example L1(0.1)"),
+        (["check", "1 + 1"], "is not a sketch, for example Rows(0.3)"),
         (["check", "nowhere_at_all:X(0.1)"], "no module 'nowhere_at_all'"),
         (["measure", "--model", "resnet"], "use one of mlp, mlp4, vit, bert, or module:factory"),
         (["measure", "--model", "vit", "--data", "mnist"], "fits the models mlp and mlp4"),

@@ -14,6 +14,7 @@ from sketchprop.core.stopwatch import in_turns
 from sketchprop.meters import Times, bench
 from sketchprop.meters.cost.timing import compare
 from sketchprop.meters.plan import break_even
+from sketchprop.zoo import ViT
 
 PLAN = importlib.import_module("sketchprop.meters.plan")
 """The module; the name itself is the function's."""
@@ -42,7 +43,8 @@ def test_a_pair_is_planned_like_any_sketch():
 
 
 def test_a_line_for_each_layer_that_takes_part():
-    report = sp.plan(Shared(), None, torch.randint(0, 10, (4, 7)), rounds=1)
+    batch = torch.randint(0, 10, (4, 7))
+    report = sp.plan(Shared(), None, batch, sketch=sp.L1(0.1), rounds=1)
     lines = {line.layer: line for line in report.layers}
     assert list(lines) == ["body", "conv", "head"]
     assert (lines["body"].rows, lines["body"].shape, lines["body"].uses) == (28, (12, 12), 2)
@@ -91,7 +93,8 @@ def slow_exact(monkeypatch):
 def test_worth_and_break_even_follow_from_the_times(slow_exact):
     model = nn.Sequential(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 20), nn.Linear(20, 20))
     taken = sp.select.everything
-    report = sp.plan(model, None, torch.randn(16, 8), filter_fn=taken, rounds=1)
+    x, sketch = torch.randn(16, 8), sp.L1(0.1)
+    report = sp.plan(model, None, x, sketch=sketch, filter_fn=taken, rounds=1)
     assert report.backward_seconds == 1.0
     for line in report.layers:
         assert line.ratio == pytest.approx(0.28)
@@ -102,7 +105,14 @@ def test_worth_and_break_even_follow_from_the_times(slow_exact):
     assert slow_exact == [1, 3, 3]
     assert list(report.worthwhile) == ["0", "2", "3"]
     sp.sketch_(model, report.worthwhile)
-    assert all(m.sketch == sp.L1(0.1) for m in model if isinstance(m, nn.Linear))
+    assert all(m.sketch == sketch for m in model if isinstance(m, nn.Linear))
+
+
+def test_unless_told_otherwise_it_plans_kept_tokens(slow_exact):
+    vit = ViT(dim=16, depth=2, heads=2, hidden=32)
+    report = sp.plan(vit, None, torch.randn(2, 3, 32, 32), rounds=1)
+    assert report.sketch == sp.Tokens(0.3)
+    assert {"blocks.0", "blocks.1"} <= {line.layer for line in report.layers}
 
 
 @pytest.mark.parametrize("sketch", [sp.L1(0.1), sp.Rows(0.1), sp.Tokens(0.3)], ids=repr)
@@ -124,7 +134,8 @@ def test_a_layer_that_gets_slower_is_not_worth_it(monkeypatch):
         return [[seconds] * 3 for seconds in (1.0, 1.2, 1.5)[: len(actions)]]
 
     monkeypatch.setattr(PLAN, "in_turns", fake)
-    report = sp.plan(nn.Sequential(nn.Linear(8, 20)), None, torch.randn(16, 8))
+    layer = nn.Sequential(nn.Linear(8, 20))
+    report = sp.plan(layer, None, torch.randn(16, 8), sketch=sp.L1(0.1))
     (line,) = report.layers
     assert not line.worth
     assert line.break_even == 0
@@ -147,7 +158,7 @@ def test_what_a_sketch_cannot_take_is_said():
 
 def test_attention_is_planned_whole():
     model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    report = sp.plan(model, None, torch.randn(3, 5, 16), rounds=1)
+    report = sp.plan(model, None, torch.randn(3, 5, 16), sketch=sp.L1(0.1), rounds=1)
     assert [line.layer for line in report.layers] == ["self_attn", "linear1", "linear2"]
     attention = report.layers[0]
     assert attention.rows == 15

@@ -49,12 +49,12 @@ by FLOPs.
 """
 MEASURE_EXAMPLES = f"""\
 examples:
-  sketchprop measure --model mlp --sketch 'L1(0.1)'
-  sketchprop measure --model vit --sketch 'blocks.*.mlp.*=L1(0.3)' --draws 16 --plot v.png
-  sketchprop measure --model mycode:make --sketch 'L1(0.2)' --json report.json
+  sketchprop measure --model vit --sketch 'Tokens(0.3)'
+  sketchprop measure --model vit --sketch 'blocks.*.mlp.*=Rows(0.3)' --draws 16 --plot v.png
+  sketchprop measure --model mycode:make --sketch 'Tokens(0.2)' --json report.json
       make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar; of batches, a
       list or a loader, as many as --batches are taken
-  sketchprop measure --model mlp --data mnist --steps 469 --sketch 'L1(0.1)'
+  sketchprop measure --model mlp --data mnist --steps 469 --sketch 'Rows(0.3)'
   sketchprop measure --model mlp --data mnist --location --steps 0 469 \\
       --sketch 'L1(0.1)' 'ColumnMask(0.1)' --plot location.png
       V with only the first, only the last, or every layer sketched
@@ -85,7 +85,7 @@ exact and sketched. Says which layers get faster, by how much, and below which k
 PLAN_EXAMPLES = f"""\
 examples:
   sketchprop plan --model vit
-  sketchprop plan --model mycode:make --sketch 'L1(0.25)' --plot plan.png
+  sketchprop plan --model mycode:make --sketch 'Rows(0.3)' --plot plan.png
       make() returns (model, loss_fn, batches)
 
 {CODES} (here: 1 if no layer gets faster)"""
@@ -96,7 +96,7 @@ timed in turns, and the ratio is the median over pairs.
 """
 BENCH_EXAMPLES = f"""\
 examples:
-  sketchprop bench 128x1024x1024 2048x768x3072 --sketch 'L1(0.1)' 'GradientSVD(0.1)'
+  sketchprop bench 128x1024x1024 2048x768x3072 --sketch 'Rows(0.3)' 'L1(0.1)'
 
 {CODES} (here: 1 if nothing is faster than exact)"""
 
@@ -107,11 +107,11 @@ needs no network and no script: send it to a colleague, or keep it beside the tr
 """
 REPORT_EXAMPLES = f"""\
 examples:
-  sketchprop report                                       the paper's MLP, L1(0.1), random data
-  sketchprop report --model vit --sketch 'Rows(0.3)' --output vit.html
-  sketchprop report --model mycode:make --sketch 'blocks.*=L1(0.3)' --batches 4 --draws 8
+  sketchprop report                                       the paper's MLP, Tokens(0.3), random data
+  sketchprop report --model vit --sketch 'Tokens(0.3)' --output vit.html
+  sketchprop report --model mycode:make --sketch 'blocks.*=Tokens(0.3)' --batches 4 --draws 8
       make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar
-  sketchprop report --data mnist --steps 469 --sketch 'L1(0.1)'
+  sketchprop report --data mnist --steps 469 --sketch 'Rows(0.3)'
 
 Takes about draws × batches × (sketched layers) steps; --minutes, --no-split and --draws make it
 shorter.
@@ -196,7 +196,12 @@ def _options() -> dict[str, dict[str, Any]]:
             choices=["random", "mnist"],
         ),
         "--batch-size": _value(128, "of built-in models' batches", type=_positive),
-        "--sketch": _value(["L1(0.1)"], f"which; {by_name}", dest="sketches", **several),
+        "--sketch": _value(
+            ["Tokens(0.3)"],
+            f"which; of Tokens single layers take the rows; {by_name}",
+            dest="sketches",
+            **several,
+        ),
         "--planner": _text("who makes the atoms: Every(50), Fresh(rows=0.1), or module:Class(…)"),
         "--steps": _value(
             [0],
@@ -208,8 +213,8 @@ def _options() -> dict[str, dict[str, Any]]:
         "--batches": _value(8, "how many different ones to measure on", type=_positive),
         "--draws": _text("Monte Carlo draws, for each batch", type=_positive),
         "--optimizer": _text(
-            f"of training; noise and time count as with it: {', '.join(OPTIMIZERS)} (sgd, or the "
-            "factory's own)",
+            f"of training; advise counts noise and time as with it, others noise as with sgd: "
+            f"{', '.join(OPTIMIZERS)} (sgd, or the factory's own)",
             choices=list(OPTIMIZERS),
         ),
         "--learning-rate": _text(

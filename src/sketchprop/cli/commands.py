@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shlex
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..core.stopwatch import unhurried
 from ..core.table import Report
@@ -63,7 +66,7 @@ def run_measure(options: Namespace) -> int:
         return _run_location(options)
     chosen = parse_sketches(options.sketches)
     task = _task(options)
-    with progress() as line:
+    with _calm(task.device), progress() as line:
         _train(options, task, line)
         report = _measure(options, task, _batches(options, task), chosen, line)
     _finish(options, report, lambda path: plot_bars(noise_chart(report), path))
@@ -111,7 +114,8 @@ def run_plan(options: Namespace) -> int:
     sketch = parse_sketch(options.sketches[0])
     task = _task(options)
     (batch,) = task.take(1)
-    report = plan(task.model, task.loss_fn, batch, sketch=sketch, rounds=options.rounds)
+    with _calm(task.device):
+        report = plan(task.model, task.loss_fn, batch, sketch=sketch, rounds=options.rounds)
     _finish(options, report, lambda path: plot_bars(plan_chart(report), path))
     return FINE if report.worthwhile else NO
 
@@ -119,7 +123,8 @@ def run_plan(options: Namespace) -> int:
 def run_bench(options: Namespace) -> int:
     sketches = [parse_sketch(text) for text in options.sketches]
     device = find_device(options.device or "cpu")
-    report = bench(options.shapes, sketches, options.rounds, device)
+    with _calm(device):
+        report = bench(options.shapes, sketches, options.rounds, device)
     _finish(options, report, lambda path: plot_bars(bench_chart(report), path))
     return FINE if any(line.times.ratio < 1 for line in report.lines) else NO
 
@@ -129,7 +134,7 @@ def run_report(options: Namespace) -> int:
     chosen = parse_sketches(options.sketches)
     tried = [s for s in chosen.values() if s] if isinstance(chosen, dict) else [chosen]
     task = _task(options)
-    with progress() as line:
+    with _calm(task.device), progress() as line:
         _train(options, task, line)
         batches = _batches(options, task)
         plans = []
@@ -138,7 +143,7 @@ def run_report(options: Namespace) -> int:
             rounds = max(1, options.rounds)
             plans.append(plan(task.model, task.loss_fn, batches[0], sketch=each, rounds=rounds))
         measured = _measure(options, task, batches, chosen, line)
-    facts = {**_facts(options, task), **setup_facts(next(task.model.parameters()).device)}
+    facts = {**_facts(options, task), **setup_facts(task.device)}
     title = options.title or f"{options.model}: does sketching pay?"
     page = html_report(measured, plans, title=title, facts=facts)
     Path(options.output).write_text(page, encoding="utf-8")
@@ -176,11 +181,20 @@ def _task(options: Namespace) -> Task:
     return task if device is None else task.to(device)
 
 
+@contextmanager
+def _calm(device: torch.device) -> Iterator[None]:
+    """One thread where other programs have the cores, and a word about it."""
+    with unhurried(device) as busy:
+        if busy:
+            complain(busy)
+        yield
+
+
 def _train(options: Namespace, task: Task, line: Progress) -> None:
     steps = options.steps[-1]
     line.stage(f"training exactly for {steps} steps")
     make_optimizer(task, options.optimizer, options.learning_rate)
-    with unhurried(next(task.model.parameters()).device):
+    with unhurried(task.device):
         train(task, steps, line.share)
 
 

@@ -47,6 +47,11 @@ class Task:
         self.batches = Moved(self.batches, device)
         return self
 
+    @property
+    def device(self) -> torch.device:
+        first = next(self.model.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
     def take(self, count: int) -> list[Any]:
         """For measuring: at most ``count`` batches from a new pass, each only once."""
         taken = list(islice(iter(self.batches), count))
@@ -112,7 +117,7 @@ def parse_sketch(text: str) -> AnySketch:
     Nothing is evaluated: names of sketches are looked up and called with literals, or with
     further sketches; anything else is refused before it could run.
     """
-    sketch: AnySketch = _parse(text, (Sketch, Split, Tokens), "a sketch, for example L1(0.1)")
+    sketch: AnySketch = _parse(text, (Sketch, Split, Tokens), "a sketch, for example Rows(0.3)")
     return sketch
 
 

@@ -72,7 +72,7 @@ def choose(
     else:
         raise TypeError(
             f"sketch={sketch!r} is a {type(sketch).__name__}; give a sketch, for example "
-            "L1(0.1), or a mapping from name patterns to sketches"
+            "Tokens(0.3), or a mapping from name patterns to sketches"
         )
     if not taken and not problems:
         problems.append(("", _nothing_taken(model, layers, sketch, filter_fn, refused)))
@@ -176,7 +176,7 @@ def _match(
     for pattern, s in patterns.items():
         if s is not None and not isinstance(s, Sketch | Split | Tokens):
             raise TypeError(
-                f"{pattern!r}: {s!r} is not a sketch; give for example L1(0.1), or None"
+                f"{pattern!r}: {s!r} is not a sketch; give for example Rows(0.3), or None"
             )
     chosen: dict[str, AnySketch | None] = {}
     refused: dict[str, str] = {}
@@ -236,7 +236,7 @@ def _nothing_taken(
     if isinstance(sketch, Mapping):
         return (
             f"the mapping is empty; name some of the layers {names}, for example "
-            f"{{{next(iter(layers))!r}: L1(0.1)}}"
+            f"{{{next(iter(layers))!r}: Rows(0.3)}}"
         )
     return (
         f"{type(model).__name__} has one layer that can be sketched, {names}, and by default the "

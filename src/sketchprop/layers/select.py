@@ -1,6 +1,6 @@
 """Which layers of a model: small filters that compose.
 
-    sketch_(model, L1(0.1), filter_fn=select.linear & ~select.last & select.wide(64))
+    sketch_(model, Rows(0.3), filter_fn=select.linear & ~select.last & select.wide(64))
 
 Filters are asked about the layers that can be sketched, in the order in which the model holds
 them. Plain functions ``(module, name) -> bool`` are filters too, alone or beside an operator;

@@ -64,12 +64,13 @@ def sketch_(
     ``sketchable``.
     Only classes change: parameters, ``state_dict`` keys, hooks and optimizers built before stay.
 
-    >>> from sketchprop import L1
+        sketch_(model, Tokens(0.3))               # the blocks of a transformer
+        sketch_(model, {"encoder.*": Tokens(0.3), "head": Rows(0.5)})
+
+    >>> from sketchprop import Rows
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-    >>> sketch_(model, L1(0.1))[0]
-    SketchedLinear(in_features=64, out_features=256, bias=True, sketch=L1(0.1))
-    >>> sketch_(model, {"0": L1(0.1), "2": L1(0.25)})[2]
-    SketchedLinear(in_features=256, out_features=10, bias=True, sketch=L1(0.25))
+    >>> sketch_(model, Rows(0.3))[0]
+    SketchedLinear(in_features=64, out_features=256, bias=True, sketch=Rows(0.3))
     """
     if where not in ("always", "faster"):
         raise ValueError(f"where={where!r} is unknown; use where='always' or where='faster'")

@@ -314,7 +314,7 @@ def measure(
     Parameters, ``.grad``, buffers, flags, sketches and the random state are left as they were,
     also when ``loss_fn`` raises and after Ctrl-C.
 
-        report = measure(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batches, L1(0.1))
+        report = measure(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batches, Tokens(0.3))
         print(report)
     """
     batches = list(batches)

@@ -15,7 +15,7 @@ from ..layers import Sketching
 from ..layers.choose import Filter, choose
 from ..layers.isolation import no_gradient_hooks, twin
 from ..layers.transform import exact, sketch_
-from ..sketches import L1, AnySketch
+from ..sketches import AnySketch, Tokens
 from .cost.shapes import Use, recorded_uses
 from .cost.timing import Times, compare
 from .noise.passes import Loss, scalar_loss
@@ -131,8 +131,8 @@ def plan(
 
     ``loss_fn(model, batch)`` as in ``measure``; for ``None`` the model is called with ``batch``
     (a tuple as arguments, a dict as keywords) and the mean square of its output is taken: times
-    depend on shapes alone. ``sketch`` is the one to try, L1(0.1) unless given; worthwhile are only
-    layers that ``sketch_(model, sketch, filter_fn)`` takes: by default not the last one.
+    depend on shapes alone. ``sketch`` is the one to try, Tokens(0.3) unless given; worthwhile are
+    only layers that ``sketch_(model, sketch, filter_fn)`` takes: by default not the last one.
 
     Each layer's backward is timed on this machine, alone, at the shapes it has in the model,
     exact and sketched in turns; a second budget gives the break-even by a straight line.
@@ -141,7 +141,7 @@ def plan(
         report = plan(model, None, x)
         sketch_(model, report.worthwhile)
     """
-    sketch = sketch or L1(0.1)
+    sketch = sketch or Tokens(0.3)
     loss_fn = loss_fn or _mean_square
     choice = choose(model, sketch, filter_fn)
     layers = {layer: name for name, layer in choice.layers.items()}

@@ -209,7 +209,7 @@ def check_unbiased(
         return UnbiasedReport(repr(subject), "exact mean over the draw", TOLERANCE, entries)
     if not callable(subject):
         raise TypeError(
-            f"{subject!r} is neither a sketch nor a model; give for example L1(0.1), a callable "
+            f"{subject!r} is neither a sketch nor a model; give for example Rows(0.3), a callable "
             "Vjp -> CompactGradient, or a sketched model and its loss"
         )
     return _check_callable(subject, draws or 2000, seed)

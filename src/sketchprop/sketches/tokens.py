@@ -21,7 +21,7 @@ ROOM = 1.25
 
 
 def default_queries(budget: float | int) -> float:
-    """Attention makes most of the noise, so that it keeps a tenth of the tokens more."""
+    """At equal shares attention makes much of the noise, so that it keeps a tenth more."""
     return 1.0 if isinstance(budget, int) else min(1.0, round(budget + 0.1, 10))
 
 

@@ -331,7 +331,7 @@ def _groups(model: nn.Module, most: int) -> dict[str, list[Any]]:
     if not units:
         raise ValueError(
             f"{type(model).__name__} has no sketched layer; say first what is to be tuned: "
-            "sketch_(model, Tokens(0.3)), or sketch_(model, L1(0.1))"
+            "sketch_(model, Tokens(0.3)), or sketch_(model, Rows(0.3))"
         )
     count = min(most, len(units))
     edges = [round(i * len(units) / count) for i in range(count + 1)]

@@ -137,14 +137,22 @@ class Advice:
                 f"the noise of each drowns the gradient; the calmest, {calmest.name}, needs "
                 f"{ratio(1 + (calmest.noise or 0.0))} the steps"
             )
-        numbers = (
+        if not self.gains:
+            return f"what is saved is not worth the noise, or too close to call; {self._numbers}"
+        if self._half_is_better:
+            return f"half of the batch gains more: {self._half_text}; on the whole {self._numbers}"
+        return self._numbers
+
+    @property
+    def _numbers(self) -> str:
+        """Time and noise of the best option."""
+        best = self.best
+        assert best is not None
+        return (
             f"a step with {best.name} takes {ratio(best.time or 1.0)} the time and "
             f"{ratio(1 + (best.noise or 0.0))} the steps are needed, together "
             f"{with_error(_change(best), best.error)}"
         )
-        if self.gains:
-            return numbers
-        return f"what is saved is not worth the noise, or too close to call; {numbers}"
 
     def apply_(self, model: Model) -> Model:
         """Sketches ``model`` as advised, in place; leaves it as it is for 'stay exact'."""
@@ -174,7 +182,7 @@ class Advice:
                 "",
                 f"    {self.best.line}",
                 "",
-                f"Why: {self.reason}.",
+                f"Why: {self._numbers}.",
             ]
         elif self.decided:
             lines = ["Stay exact: no sketch pays here.", "", f"Why: {self.reason}."]

@@ -244,6 +244,6 @@ def _nothing_sketched(model: nn.Module) -> str:
     if sketched:
         return f"every sketched layer of {name} is in eval mode while the model trains"
     return (
-        f"{name} has no sketched layer; call sketch_(model, L1(0.1)) first, or say which sketch "
-        "to try: measure(..., sketch=L1(0.1))"
+        f"{name} has no sketched layer; call sketch_(model, Tokens(0.3)) first, or say which "
+        "sketch to try: measure(..., sketch=Tokens(0.3))"
     )
