@@ -157,6 +157,13 @@ class NoiseStudy(MeasuredStudy):
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
         parser.add_argument("--task", required=True, choices=sorted(TASKS), help="what is trained")
+        parser.add_argument(
+            "--rows",
+            type=_numbers,
+            default=(),
+            help="only the defaults at these budgets, by commas: 0.2,0.169 for Tokens(0.2) and "
+            "Tokens(0.169)",
+        )
 
     def out_folder(self, options: argparse.Namespace, preset: str) -> Path:
         folder = super().out_folder(options, preset)
@@ -171,7 +178,8 @@ class NoiseStudy(MeasuredStudy):
                                  "sigma2": {}, "noise": {}}  # fmt: skip
         if stored.is_file():
             found.update(read_json(stored))
-        for points in settings.rounds:
+        asked: list[Point] = [default(p) for p in options.rows]
+        for points in (asked,) if asked else settings.rounds:
             for step, model in trajectory(problem, settings.steps(task), task.rate, out):
                 missing = [p for p in points if f"{step}/{p}" not in found["noise"]]
                 if not missing:
@@ -196,7 +204,7 @@ class NoiseStudy(MeasuredStudy):
         plain: list[Point] = [Plain(p) for p in settings.budgets]
         exact_keys: list[Point] = [Budgets(p, p, ALL) for p in settings.candidates]
         tables = {
-            "Candidates of the defaults": lines.table(settings.possible),
+            "Candidates of the defaults": lines.table(lines.with_defaults(settings.possible)),
             "One budget for rows, queries and keys": lines.table(settings.equal),
             "One budget for rows and queries, keys exact": lines.table(exact_keys),
             "`Rows` by token in each linear layer": lines.table(plain),
@@ -207,6 +215,10 @@ class NoiseStudy(MeasuredStudy):
             "verdicts": [(s, lines.known(s, standard)) for s in steps],
         }  # fmt: skip
         return written, facts
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
 
 
 def _shape(task: Task, problem: Problem, count: int) -> dict[str, float]:
@@ -282,6 +294,13 @@ class _Lines:
         """Those of which something is stored."""
         rows = [[*_shares(p), *(self.cell(step, p) for step in self.steps)] for p in points]
         return [row for row in rows if any(cell != "-" for cell in row[3:])]
+
+    def with_defaults(self, points: Sequence[Budgets]) -> list[Budgets]:
+        """And those that are stored and are what ``Tokens`` has of itself."""
+        words = (key.partition("/")[2] for key in self.noise if "rows" not in key)
+        stored = [Budgets(*map(float, word.split("/"))) for word in words]
+        own = [point for point in stored if point == default(point.rows)]
+        return sorted({*points, *own}, reverse=True)
 
     def split(self, points: Sequence[Budgets]) -> list[list[str]]:
         """Each kind of draw alone, their sum, and all together."""

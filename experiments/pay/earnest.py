@@ -48,10 +48,8 @@ def _one_seed(
     assert control is not None
     runs = []
     for side, length in ((control, 1.0), (curve, share)):
-        chosen = outcome.plan.chosen(side.way, side.batch)
-        assert chosen is not None
         cell = outcome.contest.cell(side.way, side.batch, length, outcome.costs, tested=1)
-        runs.append(Run(cell, chosen.rate_index, seed))
+        runs.append(Run(cell, outcome.contest.rates.index(side.rate), seed))
     trainers = [run.cell.trainer(run)[0] for run in runs]  # type: ignore[attr-defined]
     for turn in range(1, TURNS + 1):
         for trainer in trainers:

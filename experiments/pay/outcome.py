@@ -92,8 +92,8 @@ class Outcome:
         return [curve for curve in made if curve is not None]
 
     def _curve(self, way: Way, batch: int) -> Curve | None:
-        chosen = self.plan.chosen(way, batch)
-        if chosen is None:
+        index = self.plan.rate_index(way, batch)
+        if index is None:
             return None
         points, second, steps = {}, {}, 0
         for share in self.contest.shares:
@@ -104,8 +104,7 @@ class Outcome:
                 steps = max(row["steps"] for row in found)
         if not points:
             return None
-        rate = self.contest.rates[chosen.rate_index]
-        return Curve(way, batch, rate, points, second, steps)
+        return Curve(way, batch, self.contest.rates[index], points, second, steps)
 
     def _done(self, runs: Sequence[Run]) -> list[Row]:
         """All of them, or none."""

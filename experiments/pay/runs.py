@@ -136,6 +136,9 @@ class Contest:
     the best two of those."""
     tuned_at: float = 0.5
     """The share of the time at which rates are chosen."""
+    finals: bool = False
+    """Whether the best two rates are run in the whole time before one is chosen: where what does
+    well early may fail later."""
     shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
     clocked: tuple[int, ...] = (0,)
     """Seeds with which the winner is run by the clock."""
@@ -235,19 +238,31 @@ class Plan:
 
     def chosen(self, way: Way, batch: int) -> Choice | None:
         """The best in the mean of those that all seeds tried; ``None`` while a run is missing."""
+        return max(self.finalists(way, batch), key=lambda choice: choice.score, default=None)
+
+    def finalists(self, way: Way, batch: int) -> list[Choice]:
+        """The rates that all seeds tried; none while a run is missing."""
         runs = self.tried(way, batch)
         if not self._known(runs):
-            return None
+            return []
         last = self.contest.tuning_seeds[-1]
-        means = [
-            Choice(
-                run.rate_index,
-                fmean(self._score(r) for r in runs if r.rate_index == run.rate_index),
-            )
-            for run in runs
-            if run.seed == last
-        ]
-        return max(means, key=lambda choice: choice.score)
+        return [self._mean(run, runs) for run in runs if run.seed == last]
+
+    def _mean(self, run: Run, runs: Sequence[Run]) -> Choice:
+        scores = (self._score(r) for r in runs if r.rate_index == run.rate_index)
+        return Choice(run.rate_index, fmean(scores))
+
+    def finals(self, way: Way, batch: int) -> list[Run]:
+        """Of a sketched way: its best two rates in the whole time, by the seeds that choose."""
+        if way.name == EXACT or not self.contest.finals or batch not in self.best_batches(way):
+            return []
+        cell = self.contest.cell(way, batch, 1.0, self.costs, tested=0)
+        rates = [choice.rate_index for choice in self._best_two(way, batch)]
+        return [Run(cell, index, seed) for seed in self.contest.tuning_seeds for index in rates]
+
+    def _best_two(self, way: Way, batch: int) -> list[Choice]:
+        found = sorted(self.finalists(way, batch), key=lambda choice: -choice.score)
+        return found[:FINALISTS]
 
     def best_batch(self, way: Way) -> int | None:
         """The size that did best on validation data; ``None`` while it is not known."""
@@ -270,13 +285,43 @@ class Plan:
         known = {size: choice.score for size, choice in found.items() if choice}
         return sorted(known, key=lambda size: -known[size]) if len(known) == len(found) else []
 
+    def rate_index(self, way: Way, batch: int) -> int | None:
+        """Of its reported runs: what was chosen, ``None`` while it is not; with ``finals`` the one
+        that did better there. Exact training keeps that one of its ``rivals`` which ends best on
+        test data."""
+        finals, rivals = self.finals(way, batch), self.rivals(way, batch)
+        if finals and self._known(finals):
+            return max((self._mean(run, finals) for run in finals), key=lambda c: c.score)[0]
+        ended = {index: runs for index, runs in rivals.items() if self._known(runs)}
+        if way.name == EXACT and ended:
+            return max(ended, key=lambda index: fmean(map(self._score, ended[index])))
+        return next(iter(rivals), None)
+
+    def rivals(self, way: Way, batch: int) -> dict[int, list[Run]]:
+        """Runs of exact training in the whole time by rate, the chosen one first; none while it is
+        not known; of another way what was chosen.
+
+        Exact training has those rates too that others chose at its size, and with ``finals`` its
+        own second one: a gain over it must not come from a rate that was chosen early and does not
+        fit the whole time.
+        """
+        indices = [choice.rate_index for choice in self._best_two(way, batch)]
+        if way.name != EXACT or not self.contest.finals:
+            indices = indices[:1]
+        if way.name == EXACT and indices:
+            others = [find_way(name) for name in self.contest.ways if name != EXACT]
+            found = [self.rate_index(w, batch) for w in others if batch in self.best_batches(w)]
+            indices += [index for index in found if index is not None]
+        return {index: self._reported(way, batch, 1.0, index) for index in dict.fromkeys(indices)}
+
     def reported(self, way: Way, batch: int, share: float) -> list[Run]:
         """One for each seed; none while the rate is not chosen."""
-        chosen = self.chosen(way, batch)
-        if chosen is None:
-            return []
+        index = self.rate_index(way, batch)
+        return [] if index is None else self._reported(way, batch, share, index)
+
+    def _reported(self, way: Way, batch: int, share: float, rate_index: int) -> list[Run]:
         cell = self.contest.cell(way, batch, share, self.costs, tested=1)
-        return [Run(cell, chosen.rate_index, seed) for seed in self.contest.seeds]
+        return [Run(cell, rate_index, seed) for seed in self.contest.seeds]
 
     def shares(self, way: Way, batch: int) -> tuple[float, ...]:
         """The lengths at which it is run: at its best size all it has, at others none.
@@ -321,10 +366,34 @@ class Plan:
         """All that can be told by now: seed by seed, so that what is known is balanced."""
         for way, batch in self.sides:
             yield from self.tried(way, batch)
+        for way, batch in self.sides:
+            yield from self.finals(way, batch)
         for place in range(len(self.contest.seeds)):
             for way, batch in self.sides:
-                for share in sorted(self.shares(way, batch), reverse=True):
-                    yield from self.reported(way, batch, share)[place : place + 1]
+                for runs in self._lengths(way, batch):
+                    yield from runs[place : place + 1]
+
+    def _lengths(self, way: Way, batch: int) -> Iterator[list[Run]]:
+        """The whole time first, at each rate that might be the one; the others at that one."""
+        shares = sorted(self.shares(way, batch), reverse=True)
+        if way.name == EXACT and 1.0 in shares:
+            rivals = self.rivals(way, batch).values()
+            yield from rivals
+            if not (self.settled and all(map(self._known, rivals))):
+                return
+        if self._known(self.finals(way, batch)):
+            for share in shares:
+                yield self.reported(way, batch, share)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all ways have their sizes and rates."""
+        ways = map(find_way, self.contest.ways)
+        return all(
+            (sizes := self.best_batches(way))
+            and all(self.chosen(way, n) and self._known(self.finals(way, n)) for n in sizes)
+            for way in ways
+        )
 
 
 def scores_of(rows: Sequence[Row]) -> dict[str, float]:

@@ -66,7 +66,8 @@ def test_a_trial_of_what_was_found_stands_beside_the_prediction(tmp_path, capsys
     assert call(tmp_path, "--trial", "0.05") == 0
     (line,) = json.loads((tmp_path / "trials.json").read_text()).values()
     options = json.loads((tmp_path / "results.json").read_text())["vit"]["options"]
-    least = min(options, key=lambda option: option["change"])
+    measured = [option for option in options if option["change"] is not None]  # busy: not all
+    least = min(measured, key=lambda option: option["change"])
     assert line["way"] == least["name"]
     assert list(line["curves"]) == ["exact", least["name"]]
     assert all(curve[-1][1] >= 8 for curves in line["curves"].values() for curve in curves)

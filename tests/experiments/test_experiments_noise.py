@@ -77,6 +77,16 @@ def test_a_killed_run_goes_on_with_what_is_missing(tmp_path, capsys, monkeypatch
     capsys.readouterr()
 
 
+def test_defaults_at_other_budgets_are_measured_alone_when_asked_for(tmp_path, capsys):
+    assert call("vit", tmp_path, "--rows", "0.25,0.2") == 0
+    stored = json.loads((tmp_path / "results.json").read_text())["noise"]
+    assert {key.partition("/")[2] for key in stored} == {"0.25/0.35/0.65", "0.2/0.3/0.6"}
+    page = (tmp_path / "README.md").read_text()
+    assert "| 0.25 | 0.35 | 0.65 |" in page
+    assert "| 0.2 | 0.3 | 0.6 |" in page
+    capsys.readouterr()
+
+
 def test_without_results_the_page_says_what_to_run(tmp_path, capsys):
     assert call("gpt", tmp_path, "--stored") == 1
     assert "without --stored" in capsys.readouterr().err

@@ -185,6 +185,55 @@ def test_exact_training_has_all_lengths_where_it_is_the_control_and_two_where_ot
     assert found == {4: [0.25, 0.5, 1.0], 8: [0.5, 1.0], 16: [0.5, 1.0]}
 
 
+def test_exact_training_gets_the_rates_of_others_too_and_keeps_what_ends_best():
+    """Validation gives 0.01 to exact training and 0.03 to kept tokens; over the whole time 0.03 is
+    the better for both, in batches of 8, in which both are best."""
+
+    def score(run):
+        rate, exact = run.learning_rate, run.cell.way == "exact"
+        if not run.cell.tested:
+            return 10.0 * (run.cell.batch == 8) + (rate == (0.01 if exact else 0.03))
+        return 60.0 + 5 * (rate == 0.03)
+
+    costs = costs_of(CONTEST)
+    rows = played(CONTEST, costs, score)
+    outcome = Outcome(CONTEST, costs, rows)
+    rates = {(c.way.name, c.batch): c.rate for c in outcome.curves}
+    assert rates["exact", 8] == rates["tokens-0.3", 8] == 0.03
+    assert rates["exact", 4] == rates["exact", 16] == 0.01, "no other way is there"
+    assert outcome.plan.chosen(WAYS["exact"], 8).rate_index == RATES.index(0.01)
+    assert (outcome.control.batch, outcome.control.shares) == (8, [0.5, 1.0])
+    done = {row["run"] for row in rows}
+    short = CONTEST.cell(WAYS["exact"], 8, 0.5, costs, 1)
+    assert Run(short, RATES.index(0.01), 0).identity not in done, "only the whole time is run twice"
+
+
+def test_with_finals_the_whole_time_decides_between_the_best_two_rates():
+    """In half of the time 0.03 is the best and 0.01 the second, for both ways; in the whole 0.01 is
+    the better of kept tokens on validation data, and of exact training on test data."""
+    early = {0.03: 3.0, 0.01: 2.0}
+    late = {0.01: 3.0, 0.03: 2.0}
+
+    def score(run):
+        rate, whole = run.learning_rate, run.cell.time == CONTEST.length
+        value = (late if whole else early).get(rate, 0.0)
+        return value + (run.cell.batch == 8) * 10
+
+    contest = replace(CONTEST, ways=("exact", "tokens-0.3"), tuning_seeds=(100, 101), finals=True)
+    costs = costs_of(contest)
+    rows = played(contest, costs, score)
+    outcome = Outcome(contest, costs, rows)
+    assert {curve.rate for curve in outcome.curves if curve.batch == 8} == {0.01}
+    kept, exact = WAYS["tokens-0.3"], WAYS["exact"]
+    assert [run.seed for run in outcome.plan.finals(kept, 8)] == [100, 100, 101, 101]
+    assert outcome.plan.finals(kept, 16) == outcome.plan.finals(exact, 8) == []
+    done = {row["run"] for row in rows}
+    wrong = contest.cell(kept, 8, 1.0, costs, 1)
+    assert Run(wrong, RATES.index(0.03), 0).identity not in done, "finals come first"
+    without = Outcome(replace(contest, finals=False), costs, rows)
+    assert {curve.rate for curve in without.curves if curve.way is exact} == {0.03}
+
+
 def test_batches_that_are_timed_are_of_mean_length_at_every_size():
     """Texts of 1 to 60 words, most of them short."""
 
@@ -362,6 +411,10 @@ def test_smoke(tmp_path, capsys):
         before = [(tmp_path / name).read_bytes() for name in kept]
         assert main([*call, "--stored"]) == 0
         assert [(tmp_path / name).read_bytes() for name in kept] == before
+        (tmp_path / "vit" / "runs.sqlite").unlink()  # as in a clone, which has the table only
+        capsys.readouterr()
+        assert main([*call, "--plan"]) == 0
+        assert ", 0 missing" in capsys.readouterr().out
     finally:
         torch.set_num_threads(threads)
         capsys.readouterr()
