@@ -137,8 +137,8 @@ class Contest:
     tuned_at: float = 0.5
     """The share of the time at which rates are chosen."""
     finals: bool = False
-    """Whether the best two rates are run in the whole time before one is chosen: where what does
-    well early may fail later."""
+    """Whether the best two rates of kept tokens and of exact training are run in the whole time
+    before one is chosen: where what does well early may fail later."""
     shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
     clocked: tuple[int, ...] = (0,)
     """Seeds with which the winner is run by the clock."""
@@ -253,8 +253,8 @@ class Plan:
         return Choice(run.rate_index, fmean(scores))
 
     def finals(self, way: Way, batch: int) -> list[Run]:
-        """Of a sketched way: its best two rates in the whole time, by the seeds that choose."""
-        if way.name == EXACT or not self.contest.finals or batch not in self.best_batches(way):
+        """Of kept tokens: their best two rates in the whole time, by the seeds that choose."""
+        if not (way.kept and self.contest.finals and batch in self.best_batches(way)):
             return []
         cell = self.contest.cell(way, batch, 1.0, self.costs, tested=0)
         rates = [choice.rate_index for choice in self._best_two(way, batch)]
@@ -363,15 +363,20 @@ class Plan:
         return max(best, key=lambda size: best[size]) if best else None
 
     def runs(self) -> Iterator[Run]:
-        """All that can be told by now: seed by seed, so that what is known is balanced."""
+        """All that can be told by now: the whole time first, seed by seed, so that what is known is
+        balanced."""
         for way, batch in self.sides:
             yield from self.tried(way, batch)
         for way, batch in self.sides:
             yield from self.finals(way, batch)
-        for place in range(len(self.contest.seeds)):
-            for way, batch in self.sides:
-                for runs in self._lengths(way, batch):
-                    yield from runs[place : place + 1]
+        reported = [
+            runs[place]
+            for place in range(len(self.contest.seeds))
+            for way, batch in self.sides
+            for runs in self._lengths(way, batch)
+            if runs
+        ]
+        yield from sorted(reported, key=lambda run: -run.cell.time)  # type: ignore[attr-defined]
 
     def _lengths(self, way: Way, batch: int) -> Iterator[list[Run]]:
         """The whole time first, at each rate that might be the one; the others at that one."""

@@ -61,6 +61,11 @@ class Way:
         return (self.sketch,)
 
     @property
+    def kept(self) -> bool:
+        """Whether it keeps tokens at a budget that stays."""
+        return self.sketch.startswith("Tokens") and not self.control
+
+    @property
     def point(self) -> str:
         """The name that the study of noise gives to its draws; empty: it does not know them."""
         if not self.sketch or self.control or self.name == NONZERO:

@@ -219,11 +219,13 @@ def test_with_finals_the_whole_time_decides_between_the_best_two_rates():
         value = (late if whole else early).get(rate, 0.0)
         return value + (run.cell.batch == 8) * 10
 
-    contest = replace(CONTEST, ways=("exact", "tokens-0.3"), tuning_seeds=(100, 101), finals=True)
+    ways = ("exact", "tokens-0.3", "rows-0.3", "tuner")
+    contest = replace(CONTEST, ways=ways, tuning_seeds=(100, 101), finals=True)
     costs = costs_of(contest)
     rows = played(contest, costs, score)
     outcome = Outcome(contest, costs, rows)
-    assert {curve.rate for curve in outcome.curves if curve.batch == 8} == {0.01}
+    rates = {curve.way.name: curve.rate for curve in outcome.curves if curve.batch == 8}
+    assert rates == {"exact": 0.01, "tokens-0.3": 0.01, "rows-0.3": 0.03, "tuner": 0.03}
     kept, exact = WAYS["tokens-0.3"], WAYS["exact"]
     assert [run.seed for run in outcome.plan.finals(kept, 8)] == [100, 100, 101, 101]
     assert outcome.plan.finals(kept, 16) == outcome.plan.finals(exact, 8) == []
