@@ -12,6 +12,7 @@ from torch import nn
 import sketchprop as sp
 from law_table import SKETCHES
 from sketchprop.core.cost import Size
+from sketchprop.zoo import ViT
 
 every_sketch = pytest.mark.parametrize("variant", SKETCHES, ids=str)
 
@@ -519,6 +520,15 @@ def test_the_log_says_in_one_line_what_was_taken_what_was_left_and_what_is_saved
     share = float(said.split("linear layers: ")[1].split(" of the FLOPs")[0])
     exact, kept = 64 * 256 + 256 * 256, 256 * 10  # products of the sketched and the exact layers
     assert share == pytest.approx((0.25 * exact + kept) / (exact + kept), abs=0.02)
+
+
+def test_the_log_names_what_single_layers_got_of_kept_tokens(caplog):
+    with caplog.at_level("INFO", logger="sketchprop"):
+        sp.sketch_(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), sp.Tokens(0.3))
+        sp.sketch_(ViT(dim=16, depth=2, heads=2, hidden=32), sp.Tokens(0.3))
+    plain, vit = (record.getMessage() for record in caplog.records)
+    assert "took 1 Linear by Rows(0.3);" in plain
+    assert "took 2 ZooBlock by Tokens(0.3);" in vit
 
 
 def test_a_quiet_log_costs_nothing(monkeypatch):

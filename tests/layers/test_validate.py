@@ -203,6 +203,13 @@ def test_the_findings_are_true_rows_before_batch_norm_add_far_more_noise():
         assert noise(True) > noise(False)
 
 
+def test_kept_tokens_without_a_block_that_they_know_are_told():
+    (text,) = found(wide(), sp.Tokens(0.3)).values()
+    assert text.startswith("no transformer block that Tokens(0.3) knows: Rows(0.3) in single")
+    assert "advise" in text
+    assert found(ViT(dim=16, depth=2, heads=2, hidden=32), sp.Tokens(0.3)) == {}
+
+
 def test_what_is_no_sketch_is_refused():
     with pytest.raises(TypeError, match=r"Tokens\(0.3\)"):
         sp.validate(wide(), 0.3)

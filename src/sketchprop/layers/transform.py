@@ -117,7 +117,9 @@ def _taken(model: nn.Module, layers: Layers, chosen: Mapping[str, AnySketch | No
     counts: Counter[str] = Counter()
     for name, s in chosen.items():
         if s is not None:
-            counts[f"{type(layers[name]).__name__.removeprefix('Sketched')} by {s!r}"] += 1
+            layer: Any = layers[name]
+            kind = type(layer).__name__.removeprefix("Sketched")
+            counts[f"{kind} by {layer.sketching.sketch!r}"] += 1
     left = [name for name in layers if chosen.get(name) is None]
     text = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "nothing"
     exact = f"; exact: {', '.join(left[:6])}{', …' if len(left) > 6 else ''}" if left else ""

@@ -77,6 +77,7 @@ def findings(model: nn.Module, choice: Choice, rows: int | None = None) -> tuple
         *_lazy(model),
         *_shared(model, choice),
         *_single_block(model, choice),
+        *_no_block(choice),
         *(_tiny(choice, rows) if rows else ()),
     ]
     levels = ("error", "harm", "waste")
@@ -223,6 +224,23 @@ def _single_block(model: nn.Module, choice: Choice) -> Iterator[Finding]:
             "token is dropping its label, and nothing below gains from it",
             "ask advise(model, loss_fn, batches)",
         )
+
+
+def _no_block(choice: Choice) -> Iterator[Finding]:
+    """Kept tokens that found no block of theirs."""
+    given = [(s, of_layer(layer, s)) for layer, s in _taken(choice).values()]
+    if any(isinstance(own, Tokens) for _, own in given):
+        return
+    for asked, own in given:
+        if isinstance(asked, Tokens):
+            yield Finding(
+                "waste",
+                "",
+                f"no transformer block that {asked!r} knows: {own!r} in single layers instead, "
+                "which saves less and adds more noise",
+                "ask advise(model, loss_fn, batches), or say what a block is made of, @sketchable",
+            )
+            return
 
 
 def _tiny(choice: Choice, rows: int) -> Iterator[Finding]:
