@@ -161,9 +161,7 @@ def in_ray(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
-        raise ExperimentError(
-            "--engine ray needs Ray: pip install 'sketchprop[experiments-ray]'"
-        ) from error
+        raise ExperimentError("--engine ray needs Ray: pip install '.[experiments-ray]'") from error
     package = Path(__file__).parents[1]
     variables = {k: v for k, v in os.environ.items() if k == "SKETCHPROP_DATA"}
     own = not ray.is_initialized()

@@ -12,6 +12,7 @@ from .outcome import Curve, Outcome
 from .ways import EXACT
 
 COLUMNS = 3
+NEGATIVE = ", negative"
 CONTROL = "exact, the batch that ends best"
 SAME = "exact, the batch of Tokens(0.3)"
 OTHER = "exact, other batches"
@@ -44,23 +45,34 @@ def draw(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
 
 
 def _panel(panel: Any, outcome: Outcome) -> dict[str, Any]:
-    """Draws the curves of a task; what stands for each in the legend."""
-    control, handles = outcome.control, {}
+    """Draws the curves of a task; what stands for each in the legend.
+
+    Up is better: where quality is a negative loss, the loss is shown and its axis turned. Open
+    points: a way at its second batch size.
+    """
+    control = outcome.control
+    handles: dict[str, Any] = {}
+    task = TASKS[outcome.contest.task]
+    sign = -1 if task.quality.endswith(NEGATIVE) else 1
     for curve in sorted(outcome.curves, key=lambda curve: curve is control):
         label = _label(outcome, curve)
         look = LOOKS.get(label) or {
             "color": curve.way.colour, "ls": curve.way.line, "marker": "o", "zorder": 3,
         }  # fmt: skip
-        means = [curve.mean(s, range(len(curve.points[s]))) for s in curve.shares]
+        if label not in LOOKS and label in handles:
+            look["mfc"] = "white"
+        means = [sign * curve.mean(s, range(len(curve.points[s]))) for s in curve.shares]
         errors = [curve.spread(s) for s in curve.shares]
-        handles[label] = panel.errorbar(
+        drawn = panel.errorbar(
             curve.shares, means, errors, ms=4, lw=1.2, elinewidth=0.8, capsize=2, **look
         )
+        handles.setdefault(label, drawn)
     if control is not None and 1.0 in control.points:
-        panel.axhline(control.last, color="k", lw=0.6, ls=":")
-    task = TASKS[outcome.contest.task]
+        panel.axhline(sign * control.last, color="k", lw=0.6, ls=":")
     panel.set_xticks(outcome.contest.shares)
-    label_axes(panel, task.label, "time, of the whole", task.quality)
+    label_axes(panel, task.label, "time, of the whole", task.quality.removesuffix(NEGATIVE))
+    if sign < 0:
+        panel.invert_yaxis()
     return handles
 
 

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from ..lab.figures import label_axes, picture
 from .outcome import Outcome, Ratio
+from .ways import WAYS
 
 ADVISED = Path("docs/results/advise")
 NAMES = {
-    **{f"tokens-{p}": f"Tokens({p})" for p in (0.3, 0.2, 0.169)}, "rows-0.3": "Rows(0.3)",
+    **{way.name: way.sketch for way in WAYS.values() if way.kept}, "rows-0.3": "Rows(0.3)",
 }  # fmt: skip
 """Of ways, as ``advise`` names them."""
 

@@ -32,7 +32,7 @@ from .predictions import draw as draw_predictions
 from .predictions import summary as foretold
 from .runs import FINDINGS, Contest, Plan, TimedCell, missing_jobs, scores_of
 from .times import measure_memory, measure_times, missing_kinds
-from .ways import EXACT, KEPT, TUNER, Way, find_way
+from .ways import EXACT, TUNER, Way, find_way
 
 SCHEMA = schema_of(TimedCell(), FINDINGS, ("task", "way", "batch", "time"))
 TIMES, EARNEST = "times.json", "earnest.json"
@@ -44,7 +44,6 @@ step."""
 
 
 FOR_THE_TUNER = ("gpt",)
-TOKENS = (KEPT, "tokens-0.2", "tokens-0.169")
 NOTES = {
     "vit": "The goal is missed. With the batch that kept tokens have they need 0.78 of the time, "
     "0.68 was foretold (0.69 had been found as long as exact training had only the rate that "
@@ -384,7 +383,7 @@ def _sizes(contest: Contest, times: Mapping[str, Any]) -> list[list[str]]:
     lines = [["batch", *map(str, contest.batches)]]
     shown = [f"{1000 * seconds[f'/{size}'] / size:.3g}" for size in contest.batches]
     lines.append(["exact, ms a sample", *shown])
-    for sketch in (way.sketch for way in map(find_way, contest.ways) if way.name in TOKENS):
+    for sketch in (way.sketch for way in map(find_way, contest.ways) if way.kept):
         shown = [f"{costs[f'{sketch}/{n}'] / costs[f'/{n}']:.2f}" for n in contest.batches]
         lines.append([f"{sketch}, over exact", *shown])
     return lines

@@ -80,6 +80,8 @@ _WAYS = (
     Way(EXACT, "exact", "", "k", sizes=True),
     Way(KEPT, "Tokens(0.3)", "Tokens(0.3)", "C0", sizes=True),
     Way("tokens-0.2", "Tokens(0.2)", "Tokens(0.2)", "C0", "--", follows=(KEPT,), shares=(0.5, 1.0)),
+    # What `advise` says to type for short texts.
+    Way("tokens-0.5", "Tokens(0.5)", "Tokens(0.5)", "C9", "-.", follows=(KEPT,), shares=(0.5, 1.0)),
     # What `advise` says to type for the yields in batches of 16, whose reactions are padded: 0.2 of
     # the others.
     Way(

@@ -2,7 +2,7 @@
 
     import sketchprop as sp
     print(sp.advise(model, loss_fn, batches))   # what to type for this model, or to stay exact
-    sp.sketch_(model, sp.Tokens(0.3))           # backward on three tokens of ten
+    sp.sketch_(model, sp.Tokens(0.2))           # backward on two tokens of ten
     ...                                         # train as before
 
 replaces exact vector-Jacobian products by random ones whose mean is exactly the true gradient and

@@ -15,6 +15,7 @@ import pytest
 import sketchprop as sp
 from docs_pages import DOCS, ROOT, anchors, links, pages
 from sketchprop import data, distributed, reference
+from sketchprop.meters.words import change_in_words
 
 
 def test_the_site(tmp_path):
@@ -167,27 +168,50 @@ _COLUMNS = {
 }
 
 
-_MODELS = {
-    "ViT, width 192, depth 9": "ViT 192 × 9, 128 × 64 tokens",
-    "ViT, width 96, depth 4": "ViT 96 × 4, 128 × 64 tokens",
-    "BERT, width 256, 12 layers": "rxnBERT, 16 × 223 tokens",
-    "MiniLM-L6's sizes": "MiniLM-L6, 32 × 128 tokens",
+_TASKS = {
+    "ViT of width 96": "vit",
+    "BERT of reactions": "yields",
+    "MiniLM on sentence pairs": "mrpc",
+    "MiniLM on sentences": "sst2",
 }
 
 
-def test_times_of_kept_tokens_are_those_that_were_measured():
-    stored = json.loads((ROOT / "benchmarks/results/tokens-1-thread.json").read_text())["lines"]
-    times = {(s["case"], s["method"]): s["ratio"]["median"] for s in stored}
+def test_times_of_steps_by_the_size_of_the_batch_are_those_that_were_measured():
     checked = 0
     for page in pages():
-        for line in page.read_text().splitlines():
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            model = next((m for m in _MODELS if cells[0].startswith(m)), None)
-            if model is not None and len(cells) == 3:
-                kept = re.match(r"[\d./ ]+", cells[1])[0].strip()
-                assert cells[2] == f"{times[_MODELS[model], f'kept tokens {kept}']:.2f}", line
+        for name, sketch, cells in re.findall(
+            r"^\| ([^|]+?), (?:\d+ tokens, )?`(Tokens\([\d.]+\))` \| (\d+: .*?) \|$",
+            page.read_text(),
+            re.MULTILINE,
+        ):
+            stored = json.loads((ROOT / f"docs/results/pay/{_TASKS[name]}/times.json").read_text())[
+                "costs"
+            ]
+            for cell in cells.split(" · "):
+                size, ratio = cell.split(": ")
+                assert ratio == f"{stored[f'{sketch}/{size}'] / stored[f'/{size}']:.2f}", (
+                    page,
+                    cell,
+                )
                 checked += 1
-    assert checked >= 6
+    assert checked >= 20
+
+
+def test_times_to_equal_quality_are_those_of_the_evidence():
+    evidence = (ROOT / "docs/results/pay/README.md").read_text()
+    checked = 0
+    for page in [p for p in pages() if p.parent.parent.name != "results"]:
+        for text in re.findall(r"(?:> 1|\d\.\d\d) \((?:≤ )?\d\.\d\d to [^)]+\)", page.read_text()):
+            assert text in evidence, (page, text)
+            checked += 1
+    assert checked >= 20
+
+
+def test_the_answer_that_readme_shows_was_given():
+    stored = json.loads((ROOT / "docs/results/advise/results.json").read_text())["vit"]
+    text = (ROOT / "README.md").read_text()
+    for part in (stored["line"], stored["reason"], change_in_words(stored["change"], "time")):
+        assert part in text
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/choosing.md"])

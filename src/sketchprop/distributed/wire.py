@@ -22,11 +22,11 @@ def check_sendable(sketch: object) -> None:
     if isinstance(sketch, Split):
         raise ValueError(
             f"{sketch!r} sketches dX and dW apart, and a message carries one gradient; use for "
-            "example L1 or Rows"
+            "example Rows"
         )
     if not isinstance(sketch, Sketch):
         raise TypeError(
-            f"sketch={sketch!r} is a {type(sketch).__name__}; give a sketch, for example L1(0.1)"
+            f"sketch={sketch!r} is a {type(sketch).__name__}; give a sketch, for example Rows(0.1)"
         )
     if sketch.sampling != "fixed":
         raise ValueError(
@@ -36,7 +36,7 @@ def check_sendable(sketch: object) -> None:
     if "W" in sketch.sees or "X" in sketch.sees:
         raise ValueError(
             f"{sketch!r} looks at a layer's weight or input, and a message between stages belongs "
-            "to no layer; use a sketch that looks at the gradient alone, for example L1 or Rows"
+            "to no layer; use a sketch that looks at the gradient alone, for example Rows"
         )
 
 

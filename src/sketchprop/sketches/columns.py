@@ -83,6 +83,8 @@ class ColumnMask(ColumnSketch):
 class L1(ColumnSketch):
     """p ∝ ‖gᵢ‖₁ (``root=True``: ∝ √‖gᵢ‖₁). Cost 4Brd + O(Bn): the default choice of the paper.
 
+    Its noise compounds from layer to layer: to train faster, use ``Tokens``.
+
     >>> sketch = L1(0.1)
     """
 

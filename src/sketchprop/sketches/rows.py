@@ -91,7 +91,7 @@ class Rows(RowSketch):
     row with x_b = 0 would have p = 0, and its dX a bias). ``"uniform"``: the rows that are not
     zero with equal probability. With all three, **where at most r units are not zero, they are
     all kept with p = 1**: one draw at the top of a network serves all layers below. Include the
-    last layer for that: ``sketch_(model, Rows(0.1, unit="sample"), select.everything)``.
+    last layer for that: ``sketch_(model, Rows(0.3, unit="sample"), select.everything)``.
 
     ``by="nonzero"``: all rows that are not zero and no others: the *exact* gradient of a padded
     batch or of ignored labels, without the work on zeros. How many there are is only known in

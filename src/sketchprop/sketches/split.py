@@ -18,8 +18,9 @@ class Split:
     """A pair: dX from the sketch ``input``, dW from the sketch ``weight``, each with its own draw.
 
     Each is unbiased by itself, so both are. ``None``: that side is exact. db is exact, or with
-    ``exact_bias=False`` from ``weight``. ``Split(input=L1(0.1), weight=ForwardRows(0.1))`` cuts
-    compute and memory together: columns of G for dX, r rows of X saved in forward for dW.
+    ``exact_bias=False`` from ``weight``. ``Split(input=Rows(0.3), weight=ForwardRows(0.3))``
+    cuts compute and memory together, at the noise of two draws: rows of G for dX, r rows of X saved
+    in forward for dW.
 
     >>> Split(input=None, weight=Sketch) # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -36,13 +37,13 @@ class Split:
             side = getattr(self, name)
             if side is not None and not isinstance(side, Sketch):
                 raise TypeError(
-                    f"{name}={side!r} is not a sketch; give for example {name}=L1(0.1), or None "
+                    f"{name}={side!r} is not a sketch; give for example {name}=Rows(0.3), or None "
                     "for an exact product"
                 )
         if self.input is not None and "G" not in self.input.sees:
             raise ValueError(
                 f"input={self.input!r} keeps rows of X for dW and leaves dX exact; use "
-                "input=None, or a sketch of the gradient, for example input=L1(0.1)"
+                "input=None, or a sketch of the gradient, for example input=Rows(0.3)"
             )
         if self.forward is not None and self.input is not None and "X" in self.input.sees:
             raise ValueError(
