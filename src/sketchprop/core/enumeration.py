@@ -64,7 +64,10 @@ def every_draw(
 def expectation(
     run: Callable[[Uniforms], tuple[Tensor, ...]], *, together: bool = True
 ) -> tuple[Tensor, ...]:
-    """The mean of each of the tensors that ``run(uniforms)`` returns, over all draws."""
+    """The mean of each of the tensors that ``run(uniforms)`` returns, over all draws.
+
+    ``together`` as in ``every_draw``: whether the numbers of one draw are all the same point.
+    """
     totals: list[Tensor] = []
     for chance, parts in every_draw(run, together=together):
         if not totals:

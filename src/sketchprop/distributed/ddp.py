@@ -246,6 +246,7 @@ def share_draws_(model: DistributedDataParallel, counter: WireCounter | None = N
     Registers a communication hook (DDP takes one) and returns what counts its bytes. The first
     step is dense; from then on a layer's probabilities come from the last step's weights, with a
     floor that keeps them unbiased. Call it on every rank, after ``sketch_`` and before training.
+    ``counter``: one that counts other bytes too; by default a new one.
 
     Kept rows are for linear layers with a column sketch (L1, L2, Diagonal, ...) and draws of a
     fixed size. All else is reduced densely: biases, other layers, tied weights, weights that

@@ -149,9 +149,10 @@ class SketchedPipelineStage(SketchedBoundary, PipelineStage):
         stage = SketchedPipelineStage(module, index, count, device, sketch=sp.Rows(0.1))
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)
 
-    Takes all arguments of ``PipelineStage``, and ``sketch``: any with ``sampling="exact"`` that
-    looks at the gradient alone. With budget 1.0 messages are torch's own, bit by bit. The
-    neighbours' settings are compared before the first message; a mismatch is an error on both.
+    Takes all arguments and options of ``PipelineStage``, and ``sketch``: any with
+    ``sampling="fixed"`` that looks at the gradient alone; ``counter`` counts the bytes that are
+    sent. With budget 1.0 messages are torch's own, bit by bit. The neighbours' settings are
+    compared before the first message; a mismatch is an error on both.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ def sketch_stage_(stage: Stage, sketch: Sketch, counter: WireCounter | None = No
 
     For frameworks that build their stages themselves, and for stages of the tracing front end
     (``pipe.build_stage``). Call it on every stage, before a step; again to change the sketch.
+    ``counter`` counts the bytes that are sent.
     """
     if not all(hasattr(stage, name) for name in ("get_bwd_send_ops", "get_bwd_recv_ops")):
         raise TypeError(

@@ -54,7 +54,8 @@ def validate(
 ) -> tuple[Finding, ...]:
     """All that will go wrong or will not pay if ``sketch_`` is called so; changes nothing.
 
-    Errors come first: ``sketch_`` refuses them, all at once. ``rows``: samples × tokens of a
+    ``sketch``, ``filter_fn`` and ``planner`` are those of ``sketch_``. Errors come first:
+    ``sketch_`` refuses them, all at once. ``rows``: samples × tokens of a
     batch; with it layers are named that are too small to gain.
 
     >>> from sketchprop import Rows

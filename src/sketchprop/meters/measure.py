@@ -310,7 +310,7 @@ def measure(
 
     Costs about draws × batches × (sketched layers) steps; without ``split`` draws × batches.
     ``minutes``: about how long it may take; draws, and if need be the split, are given up for it.
-    ``progress`` is called with the share of the work that is done.
+    ``progress`` is called with the share of the work that is done. ``seed``: of the draws.
     Parameters, ``.grad``, buffers, flags, sketches and the random state are left as they were,
     also when ``loss_fn`` raises and after Ctrl-C.
 

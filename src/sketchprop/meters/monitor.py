@@ -29,7 +29,8 @@ class Monitor:
 
     σ² ≈ ½‖g₁ - g₂‖² and V ≈ mean of ‖ĝ - g‖², both averaged over time with ``decay``; a single
     one is noisy, their running means are not. (The batch before has been trained on once: within
-    an epoch that makes no visible difference.)
+    an epoch that makes no visible difference.) ``writer`` gets the numbers, TensorBoard for
+    example, under names that begin with ``prefix``.
 
         monitor = Monitor(model, loss_fn, every=100, writer=SummaryWriter())
         for step, batch in enumerate(loader):

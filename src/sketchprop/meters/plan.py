@@ -135,8 +135,8 @@ def plan(
     only layers that ``sketch_(model, sketch, filter_fn)`` takes: by default not the last one.
 
     Each layer's backward is timed on this machine, alone, at the shapes it has in the model,
-    exact and sketched in turns; a second budget gives the break-even by a straight line.
-    Layers of equal shapes are timed once. The model is left as it was.
+    exact and sketched in ``rounds`` of turns; a second budget gives the break-even by a straight
+    line. Layers of equal shapes are timed once. The model is left as it was.
 
         report = plan(model, None, x)
         sketch_(model, report.worthwhile)

@@ -175,7 +175,7 @@ def check_unbiased(
     draws: int | None = None,
     seed: int = 0,
 ) -> UnbiasedReport:
-    """Answers whether the mean of every gradient is the exact one.
+    """Answers whether the mean of every gradient of ``subject`` is the exact one.
 
     **A sketch**, built-in or your own: tried on a table of layers with hard shapes and contents.
     The mean is exact (a finite sum over the breakpoints of the uniforms), unless ``draws`` asks
@@ -188,7 +188,7 @@ def check_unbiased(
 
     Monte Carlo compares the mean along the exact gradient and along random directions, in
     standard errors; the limit allows one false alarm in a million checks, as long as every atom
-    is drawn often: atoms of probability p need many times 1/p ``draws``.
+    is drawn often: atoms of probability p need many times 1/p ``draws``. ``seed`` is theirs.
 
     >>> from sketchprop import L1, sketch_
     >>> check_unbiased(L1(0.3)).ok

@@ -40,8 +40,10 @@ def kept_attention(
     sample, a little faster and noisier, because samples differ more than their tokens do.
     Where no more tokens have a gradient than are drawn (because the layer behind drew them, or
     the others are padding) they are all kept with p = 1 and nothing is added.
-    Cost of backward: ``queries · capacity`` times that of attention. A mask that wants a gradient
-    itself makes this the exact function.
+    Cost of backward: ``queries · capacity`` times that of attention. ``attn_mask``, ``dropout_p``,
+    ``is_causal``, ``scale`` and ``enable_gqa`` are those of torch's function; a mask that wants a
+    gradient itself makes this the exact one. ``uniforms``: where the draw's random numbers come
+    from, torch's default generator.
 
     >>> q, k, v = (torch.randn(2, 4, 10, 8, requires_grad=True) for _ in range(3))
     >>> kept_attention(q, k, v, queries=0.3).sum().backward()

@@ -29,7 +29,8 @@ def gate(
 
     Put it behind a layer, ``gate(F.linear(x, W, b), sketch, weight=W)``, and every gradient of
     the layer comes from Ĝ. ``weight`` is for sketches that look at the layer's weight (Diagonal,
-    RankConstrained). A ``weight`` with leading dimensions means a stack of layers.
+    RankConstrained). A ``weight`` with leading dimensions means a stack of layers. ``uniforms``:
+    where the draw's random numbers come from, torch's default generator.
 
     >>> from sketchprop import L1
     >>> h = torch.randn(128, 64, requires_grad=True)

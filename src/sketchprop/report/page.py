@@ -36,6 +36,7 @@ def html_report(
 
     ``plans`` adds, for each sketch, which layers get faster. ``facts`` say how it was measured:
     by default versions and machine; the batches, draws and rounds of ``measured`` are added.
+    ``title``: of the page.
     All text is escaped; a layer may have any name.
     """
     known = {**(setup_facts() if facts is None else facts), **_effort(measured)}

@@ -52,7 +52,7 @@ def sampled_loss(
     attributes are seen). BatchNorm in training mode mixes samples and is refused. What a forward
     pass leaves in the model instead of returning it has no graph: return auxiliary outputs, one
     for each sample. In evaluation mode, under ``no_grad`` and where all samples are kept it is the
-    plain loss.
+    plain loss. ``uniforms``: where the draw's random numbers come from, torch's default generator.
     """
     _check_options(by, sample_dim)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
@@ -91,6 +91,9 @@ def sampled_backward(
     **options: Any,
 ) -> Tensor:
     """``sampled_loss(...).backward()``: adds to ``.grad``, returns the loss of the whole batch.
+
+    ``model``, ``loss_fn``, ``inputs``, ``targets``, ``budget`` and ``options`` are those of
+    ``sampled_loss``.
 
     >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> x, y = torch.randn(100, 8), torch.randint(0, 2, (100,))

@@ -55,7 +55,8 @@ class Tuner:
     κ = (‖g‖² + σ²)/(‖g‖² + σ² + V), or by √κ if it is like Adam.
     Guards act at probes only: between two of them nothing watches the noise. In several processes
     give each the model inside of DDP: they share what they measure, and decide alike.
-    ``log``: every decision, a plain dict; ``writer`` gets its numbers, TensorBoard for example.
+    ``log``: every decision, a plain dict; ``writer`` gets its numbers, TensorBoard for example,
+    under names that begin with ``prefix``. ``clock``: what seconds are read from.
 
         sp.sketch_(model, sp.Tokens(0.3))
         tuner = sp.Tuner(model, loss_fn, optimizer=optimizer)

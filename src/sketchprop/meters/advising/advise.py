@@ -56,7 +56,7 @@ def advise(
     ``progress`` is told the share that is done.
     ``trial``: minutes for a short training with the optimizer afterwards, exact, with the best
     candidate and with half of each batch, see ``trial``; the answer is ``advice.trial``.
-    ``control=False``: the batch is given, half of it is not tried.
+    ``control=False``: the batch is given, half of it is not tried. ``seed``: of the draws.
     The model, gradients, buffers, optimizer and random state are left as they were.
 
         advice = advise(model, loss_fn, loader, optimizer=optimizer)

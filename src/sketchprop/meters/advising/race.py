@@ -134,7 +134,9 @@ def trial(
     different batches. The first batches are kept apart; on them losses are taken. What else a
     loop of yours does (clipping, schedules of the rate) is not in it. Batches that were drawn are
     held in memory; when they fill a gigabyte they are used again. Where other programs have the
-    cores all train on one thread, and the answer says so.
+    cores all train on one thread, and the answer says so. ``control=False``: without half of the
+    batch. ``progress`` is told the share that is done; ``seed``: of the draws; ``clock``: what
+    seconds are read from.
 
     The model, optimizer, buffers and random state are not touched, also not by Ctrl-C.
 
