@@ -66,7 +66,7 @@ def expectation(
 ) -> tuple[Tensor, ...]:
     """The mean of each of the tensors that ``run(uniforms)`` returns, over all draws.
 
-    ``together`` as in ``every_draw``: whether the numbers of one draw are all the same point.
+    ``together`` as in ``every_draw``.
     """
     totals: list[Tensor] = []
     for chance, parts in every_draw(run, together=together):

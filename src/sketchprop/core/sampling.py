@@ -146,8 +146,8 @@ def _renormalised(p: Tensor, rank: int) -> Tensor:
 def sample_independent(probabilities: Tensor, u: Tensor) -> Tensor:
     """One Bernoulli(pᵢ) for each atom, as a mask: ``u`` in [0, 1) of the shape ``[..., n]``.
 
-    Of the ``probabilities`` pᵢ: an atom with p = 1 is always kept, one with p = 0 never; a NaN probability is kept, so that
-    it reaches the gradient. O(n), no host synchronisation.
+    Of ``probabilities`` p = 1 is always kept and p = 0 never; NaN is kept, so that it reaches the
+    gradient. O(n), no host synchronisation.
 
     >>> sample_independent(torch.tensor([1.0, 0.5, 0.0]), torch.tensor([0.9, 0.6, 0.0]))
     tensor([ True, False, False])

@@ -71,8 +71,8 @@ def sketched_conv(
     A column sketch keeps output channels: the backward convolution has r of n of them, cost
     4·B·L·r·C·k + O(B·L·n). ``Rows`` by samples keeps r of B images. With kernel 1 and no padding
     any sketch works, on rows (batch, position). ``stride``, ``padding`` and ``dilation`` as in
-    torch's functions, ``planner`` and ``uniforms`` as in ``sketched_linear``; where everything would
-    be kept this is the exact convolution.
+    torch's functions, ``planner`` and ``uniforms`` as in ``sketched_linear``; where everything
+    would be kept this is the exact convolution.
 
     >>> from sketchprop import L1
     >>> x, filters = torch.randn(8, 16, 32, 32), torch.randn(64, 16, 3, 3)
