@@ -21,6 +21,7 @@ NAMES = {
 """Of ways, as ``advise`` names them."""
 
 
+MARKS = "osD^vP*"
 TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 16, 32)
 NEAR = 2
 """Batches may be larger or smaller by so much than those that ``advise`` saw: in others a step
@@ -128,7 +129,8 @@ def summary(found: Sequence[Pair]) -> dict[str, Any]:
 
 
 def draw(found: Sequence[Pair], out: Path) -> list[Path]:
-    """Found against predicted; a triangle at the edge: not reached."""
+    """Found against predicted, a colour for each task and a mark for each way; open marks at the
+    edge: not reached."""
     if not found:
         return []
 
@@ -146,17 +148,21 @@ def draw(found: Sequence[Pair], out: Path) -> list[Path]:
         panel.plot([bottom, top], [bottom, top], color="0.6", lw=0.8)
         panel.axhline(1, color="0.8", lw=0.6)
         panel.axvline(1, color="0.8", lw=0.6)
-        for number, pair in enumerate(found):
+        tasks = list(dict.fromkeys(pair.task for pair in found))
+        ways = list(dict.fromkeys(pair.way for pair in found))
+        for pair in found:
+            known = math.isfinite(pair.found.value)
             value = min(pair.found.value, top)
             ends = max(bottom, pair.found.low), min(pair.found.high, top)
             side = min(2 * pair.error, pair.predicted - bottom)
             panel.errorbar(
                 [pair.predicted], [value], xerr=[[side], [2 * pair.error]],
                 yerr=[[max(0.0, value - ends[0])], [max(0.0, ends[1] - value)]],
-                marker="o" if math.isfinite(pair.found.value) else "^", ms=4, lw=1, capsize=2,
-                color=f"C{number % 10}", label=f"{pair.task}, {pair.way}",
+                marker=MARKS[ways.index(pair.way) % len(MARKS)], ms=5, lw=1, capsize=2,
+                color=f"C{tasks.index(pair.task)}", mfc=None if known else "white",
+                label=f"{pair.task}, {pair.way}{'' if known else ', not reached'}",
             )  # fmt: skip
-        panel.legend(fontsize=5, loc="upper left")
+        panel.legend(fontsize=5, loc="lower right")
         label_axes(panel, "time to equal quality, over exact", "advise predicted", "found")
 
     return picture(out, "predictions", 1, panel_of, size=(5.0, 4.2))

@@ -191,7 +191,7 @@ def test_times_of_steps_by_the_size_of_the_batch_are_those_that_were_measured():
     checked = 0
     for page in pages():
         for name, sketch, cells in re.findall(
-            r"^\| ([^|]+?), (?:\d+ tokens, )?`(Tokens\([\d.]+\))` \| (\d+: .*?) \|$",
+            r"^\| ([^|]+?), (?:\d+ tokens, )?`(Tokens\([\d.]+\))` \| (\d+:&nbsp;.*?) \|$",
             page.read_text(),
             re.MULTILINE,
         ):
@@ -199,7 +199,7 @@ def test_times_of_steps_by_the_size_of_the_batch_are_those_that_were_measured():
                 "costs"
             ]
             for cell in cells.split(" · "):
-                size, ratio = cell.split(": ")
+                size, ratio = cell.split(":&nbsp;")
                 assert ratio == f"{stored[f'{sketch}/{size}'] / stored[f'/{size}']:.2f}", (
                     page,
                     cell,
