@@ -271,8 +271,8 @@ class MeasureReport:
         total, whole = self.sketched_memory.total, self.exact_memory.total
         note = (
             f"The whole model saves {amount(total, 'B')} for backward, exact {amount(whole, 'B')}, "
-            "each buffer once and without the batch itself. Blocks with kept tokens keep less; single "
-            "layers only where they draw in forward and nothing else keeps the buffer."
+            "each buffer once and without the batch itself. Blocks with kept tokens keep less; "
+            "single layers only where they draw in forward and nothing else keeps the buffer."
         )
         return Table("Memory: saved for backward", columns, rows, note)
 
