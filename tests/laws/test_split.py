@@ -112,7 +112,7 @@ def test_compiles_without_breaks():
 def test_errors_say_what_to_type():
     with pytest.raises(ValueError, match="give input="):
         sp.Split(input=None, weight=None)
-    with pytest.raises(TypeError, match=r"weight=L1\(0.1\)"):
+    with pytest.raises(TypeError, match=r"weight=Rows\(0.3\)"):
         sp.Split(input=None, weight="L1")
     with pytest.raises(ValueError, match="input=None"):
         sp.Split(input=sp.ForwardRows(0.1), weight=None)
