@@ -73,8 +73,8 @@ NOTES = {
     "mrpc": "No gain that is certain. `advise` had said 1.01 ± 0.07 of `Tokens(0.3)` and "
     "1.18 ± 0.06 of `Tokens(0.2)`, which these intervals neither confirm nor refute. Kept "
     "tokens make 1.5 to 1.6 times the steps in the time and end where exact training does; five "
-    "seeds that differ by one to three points decide no more. `Tokens(0.5)`, which `advise` names, rows, "
-    "the tuner and the shorter lengths of exact training are still to be run.",
+    "seeds that differ by one to three points decide no more. `Tokens(0.5)`, which `advise` names, "
+    "rows, the tuner and the shorter lengths of exact training are still to be run.",
     "sst2": "A gain at the same batch; against exact training at its best `Tokens(0.3)` has none "
     "that is certain: sentences of 13 word pieces leave little to drop. `Rows` by token, which "
     "stands here as a control, gains more, and is above exact training at its batch in each of the "
