@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..lab.figures import label_axes, picture
@@ -12,6 +13,10 @@ from .outcome import Curve, Outcome
 from .ways import EXACT
 
 COLUMNS = 3
+LONGEST = 3
+"""Times the median: bars that are shown whole."""
+EDGE = 0.04
+"""Of the height, above and below."""
 NEGATIVE = ", negative"
 CONTROL = "exact, the batch that ends best"
 SAME = "exact, the batch of Tokens(0.3)"
@@ -54,7 +59,8 @@ def _panel(panel: Any, outcome: Outcome) -> dict[str, Any]:
     handles: dict[str, Any] = {}
     task = TASKS[outcome.contest.task]
     sign = -1 if task.quality.endswith(NEGATIVE) else 1
-    for curve in sorted(outcome.curves, key=lambda curve: curve is control):
+    curves = sorted(outcome.curves, key=lambda curve: curve is control)
+    for curve in curves:
         label = _label(outcome, curve)
         look = LOOKS.get(label) or {
             "color": curve.way.colour, "ls": curve.way.line, "marker": "o", "zorder": 3,
@@ -70,10 +76,25 @@ def _panel(panel: Any, outcome: Outcome) -> dict[str, Any]:
     if control is not None and 1.0 in control.points:
         panel.axhline(sign * control.last, color="k", lw=0.6, ls=":")
     panel.set_xticks(outcome.contest.shares)
+    panel.set_ylim(*_limits(curves, sign))
     label_axes(panel, task.label, "time, of the whole", task.quality.removesuffix(NEGATIVE))
     if sign < 0:
         panel.invert_yaxis()
     return handles
+
+
+def _limits(curves: Sequence[Curve], sign: int) -> tuple[float, float]:
+    """Of an axis: all means and usual bars are within; one lost run must not press all the rest
+    together, so a bar that is far longer than most is cut."""
+    points = [(curve, share) for curve in curves for share in curve.shares]
+    most = LONGEST * median(curve.spread(share) for curve, share in points)
+    ends = []
+    for curve, share in points:
+        mean = sign * curve.mean(share, range(len(curve.points[share])))
+        bar = min(most, curve.spread(share))
+        ends += [mean - bar, mean + bar]
+    edge = EDGE * (max(ends) - min(ends)) or 1.0
+    return min(ends) - edge, max(ends) + edge
 
 
 def _label(outcome: Outcome, curve: Curve) -> str:

@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from ..lab.store import Row
 from ..lab.sweep import Run
 from .runs import Contest, Plan, scores_of
-from .ways import EXACT, Way
+from .ways import EXACT, TUNER, Way, find_way
 
 LEVEL = 0.95
 """Of the confidence interval."""
@@ -153,12 +153,26 @@ class Outcome:
         runs = self.plan.reported(curve.way, curve.batch, 1.0)
         return [row["story"] for row in self._done(runs)]
 
+    def ends_as(self, curve: Curve) -> Way:
+        """The way with a budget that stays which a tuner has become with all seeds; itself, where
+        there is none."""
+        ends = set(map(kept_in_the_end, self.stories(curve))) if curve.way.control == TUNER else ()
+        if len(ends) != 1:
+            return curve.way
+        (budget,) = ends
+        return find_way(EXACT) if budget == 1 else curve.way.fixed(budget)
+
     def cost(self, curve: Curve) -> float:
         """Of a step, over an exact one at the same batch size; in the mean where budgets move."""
         if curve.way.control:
             return self.contest.length / curve.steps / self.costs[f"/{curve.batch}"]
         own = self.costs[f"{curve.way.sketch}/{curve.batch}"]
         return own / self.costs[f"/{curve.batch}"]
+
+
+def kept_in_the_end(story: Sequence[Sequence[float]]) -> float:
+    """By a controller, in the mean of its groups."""
+    return story[-1][1] if story else 1.0
 
 
 def _means(curve: Curve, seeds: Sequence[int]) -> list[tuple[float, float]]:

@@ -137,8 +137,8 @@ class Contest:
     tuned_at: float = 0.5
     """The share of the time at which rates are chosen."""
     finals: bool = False
-    """Whether the best two rates of kept tokens and of exact training are run in the whole time
-    before one is chosen: where what does well early may fail later."""
+    """Whether the best two rates are run in the whole time before one is chosen: where what does
+    well early may fail later."""
     shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
     clocked: tuple[int, ...] = (0,)
     """Seeds with which the winner is run by the clock."""
@@ -253,8 +253,9 @@ class Plan:
         return Choice(run.rate_index, fmean(scores))
 
     def finals(self, way: Way, batch: int) -> list[Run]:
-        """Of kept tokens: their best two rates in the whole time, by the seeds that choose."""
-        if not (way.kept and self.contest.finals and batch in self.best_batches(way)):
+        """Its best two rates in the whole time, by the seeds that choose; none of exact training,
+        whose best two are run to the end with the seeds that are reported."""
+        if way.name == EXACT or not self.contest.finals or batch not in self.best_batches(way):
             return []
         cell = self.contest.cell(way, batch, 1.0, self.costs, tested=0)
         rates = [choice.rate_index for choice in self._best_two(way, batch)]

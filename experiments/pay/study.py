@@ -26,7 +26,7 @@ from ..lab.sweep import checked
 from ..tasks.table import TASKS, Task
 from .earnest import run_in_earnest
 from .figure import draw as draw_figure
-from .outcome import LEVEL, Curve, Outcome, Ratio
+from .outcome import LEVEL, Curve, Outcome, Ratio, kept_in_the_end
 from .predictions import answer_near, pairs
 from .predictions import draw as draw_predictions
 from .predictions import summary as foretold
@@ -207,14 +207,28 @@ def _stored_rows(folder: Path) -> list[Row]:
     return read_rows(folder, SCHEMA) if stored else []
 
 
-def noise_of(task: str, way: Way) -> tuple[float, float] | None:
-    """The smallest and the largest V/σ² that were measured over the training of a task."""
-    path = NOISE / task / "results.json"
+def noise_of(outcome: Outcome, curve: Curve) -> tuple[float, float] | None:
+    """The smallest and the largest V/σ² that were measured over exact training, of what a way
+    draws in the end."""
+    way = outcome.ends_as(curve)
+    if way.name == EXACT:
+        return 0.0, 0.0
+    path = NOISE / outcome.contest.task / "results.json"
     if not path.is_file() or not way.point:
         return None
     found = [line["ratio"] for key, line in read_json(path)["noise"].items()
              if key.partition("/")[2] == way.point]  # fmt: skip
     return (min(found), max(found)) if found else None
+
+
+def _noise_text(noise: tuple[float, float] | None) -> str:
+    """
+    >>> _noise_text((0.0532, 0.281)), _noise_text((0.0, 0.0)), _noise_text(None)
+    ('0.053 - 0.28', '0', '')
+    """
+    if noise is None:
+        return ""
+    return " - ".join(dict.fromkeys(f"{value:.2g}" for value in noise))
 
 
 def summary(outcomes: Mapping[str, Outcome], out: Path) -> list[dict[str, Any]]:
@@ -224,7 +238,7 @@ def summary(outcomes: Mapping[str, Outcome], out: Path) -> list[dict[str, Any]]:
         if not outcome.contest.trained:
             continue
         for curve in outcome.curves:
-            ratio, noise = outcome.ratio(curve), noise_of(task, curve.way)
+            ratio, noise = outcome.ratio(curve), noise_of(outcome, curve)
             lines.append({
                 "task": task, "way": curve.way.name, "batch": curve.batch, "rate": curve.rate,
                 "step_ratio": outcome.cost(curve), "noise": noise[1] if noise else "",
@@ -254,7 +268,7 @@ def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
         key = f"{way.sketch}/{contest.middle}"
         quartiles = " - ".join(f"{q:.2f}" for q in times["quartiles"][key])
         step = f"{times['costs'][key]:.2f}"
-        memory = _memory(times, way.sketch)
+        memory = _memory(times, way)
         return {**facts, "step": step, "quartiles": quartiles, "memory": memory,
                 "goal": GOALS[task.name],
                 "predicted": _predicted(task.name, None)}  # fmt: skip
@@ -280,14 +294,13 @@ HEADLINE = ("winner", "ratio", "same", "step", "noise", "memory", "earnest")
 
 
 def _headline(outcome: Outcome, curve: Curve, ratio: Ratio, folder: Path) -> dict[str, str]:
-    noise = noise_of(outcome.contest.task, curve.way)
     return {
         "winner": f"{curve.way.label}, batch {curve.batch}",
         "ratio": ratio.text(),
         "same": _text(_same(outcome, curve)),
         "step": f"{outcome.cost(curve):.2f}",
-        "noise": f"{noise[0]:.2g} - {noise[1]:.2g}" if noise else "",
-        "memory": _memory(read_json(folder / TIMES), curve.way.sketch),
+        "noise": _noise_text(noise_of(outcome, curve)),
+        "memory": _memory(read_json(folder / TIMES), outcome.ends_as(curve)),
         "earnest": _by_clock(folder, len(outcome.contest.clocked)),
     }
 
@@ -307,9 +320,10 @@ def _shown(outcome: Outcome) -> tuple[Curve, Ratio] | None:
     return (found[0], ratio) if ratio else None
 
 
-def _memory(times: Mapping[str, Any], sketch: str) -> str:
+def _memory(times: Mapping[str, Any], way: Way) -> str:
     saved = times.get("saved", {})
-    return f"{saved[sketch] / saved['']:.2f}" if sketch in saved else ""
+    known = way.sketch in saved and not way.control
+    return f"{saved[way.sketch] / saved['']:.2f}" if known else ""
 
 
 def _by_clock(folder: Path, wanted: int) -> str:
@@ -365,12 +379,12 @@ def _ends(outcome: Outcome, way: Way, batch: int) -> str:
 
 
 def _line(outcome: Outcome, curve: Curve) -> list[str]:
-    ratio, noise = outcome.ratio(curve), noise_of(outcome.contest.task, curve.way)
+    ratio = outcome.ratio(curve)
     label = f"{curve.way.label}, batch {curve.batch}"
     if curve is outcome.control:
         label = f"**{label}** (control)"
     cells = [label, f"{curve.rate:g}", str(curve.steps), f"{outcome.cost(curve):.3f}"]
-    cells.append(f"{noise[0]:.2g} - {noise[1]:.2g}" if noise else "")
+    cells.append(_noise_text(noise_of(outcome, curve)))
     for share in outcome.contest.shares:
         if share not in curve.points:
             cells.append("")
@@ -408,7 +422,7 @@ def _controller(outcome: Outcome, curve: Curve) -> list[str]:
         curve.way.label, str(curve.batch), _text(outcome.ratio(curve)),
         _text(_same(outcome, curve)), f"{ahead:+.2g}",
         f"{outcome.cost(curve):.3f}", f"{fmean(len(story) for story in stories):.1f}",
-        f"{fmean(story[-1][1] if story else 1.0 for story in stories):.2f}",
+        f"{fmean(map(kept_in_the_end, stories)):.2f}",
     ]  # fmt: skip
 
 

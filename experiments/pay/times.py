@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,7 +21,7 @@ from ..lab.problem import Problem
 from ..lab.trainer import Batch, generator, initialised
 from ..tasks.table import TASKS
 from .runs import Contest
-from .ways import find_way, prepared
+from .ways import TUNER, find_way, prepared
 
 DRAWN, STEPS = 1500, 3
 """Batches of each size that are looked at, and those of them that are timed together."""
@@ -64,11 +65,14 @@ def measure_times(
 
 
 def measure_memory(contest: Contest, known: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes that a forward pass at the middle batch size keeps for backward, by sketch."""
+    """Bytes that a forward pass at the middle batch size keeps for backward, by sketch; of a tuner
+    at each rung."""
     problem = TASKS[contest.task].problem(contest.size == "small")
     batch = typical(problem.draw, contest.middle)[STEPS // 2]
     found = dict(known.get("saved", {}))
-    for sketch in dict.fromkeys(find_way(name).sketch for name in contest.ways):
+    ways = [find_way(name) for name in contest.ways]
+    sketches = [w.timed if w.control == TUNER else (w.sketch,) for w in ways]
+    for sketch in dict.fromkeys(itertools.chain.from_iterable(sketches)):
         if sketch not in found:
             model = initialised(partial(problem.prepared, sketch, "all"), 0)
             found[sketch] = saved_bytes(model, problem.loss_of, batch).total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +59,10 @@ class Way:
         if self.control == PEER:
             return ("", *(f"{PEER}({rho:g}, {nu:g})" for rho, nu in PEER_POINTS))
         return (self.sketch,)
+
+    def fixed(self, budget: float) -> Way:
+        """With kept tokens at a budget that nothing moves."""
+        return replace(self, sketch=f"Tokens({budget:g})", control="")
 
     @property
     def kept(self) -> bool:

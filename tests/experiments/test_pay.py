@@ -11,13 +11,14 @@ from experiments.__main__ import main
 from experiments.lab import ExperimentError
 from experiments.lab.checkpoints import Checkpoint
 from experiments.lab.engine import execute, run_sweep
+from experiments.lab.pages import write_json
 from experiments.lab.store import Store, read_rows
 from experiments.lab.sweep import Run
 from experiments.lab.trainer import generator
-from experiments.pay import earnest, predictions
+from experiments.pay import earnest, predictions, study
 from experiments.pay.outcome import Outcome, reached
 from experiments.pay.runs import Contest, Plan, missing_jobs, scores_of
-from experiments.pay.study import PAY, SCHEMA
+from experiments.pay.study import PAY, SCHEMA, noise_of
 from experiments.pay.times import compared, missing_kinds, typical
 from experiments.pay.ways import PEER, TUNER, WAYS, TunedSteps, find_way, prepared
 from experiments.tasks.table import TASKS
@@ -209,8 +210,8 @@ def test_exact_training_gets_the_rates_of_others_too_and_keeps_what_ends_best():
 
 
 def test_with_finals_the_whole_time_decides_between_the_best_two_rates():
-    """In half of the time 0.03 is the best and 0.01 the second, for both ways; in the whole 0.01 is
-    the better of kept tokens on validation data, and of exact training on test data."""
+    """In half of the time 0.03 is the best and 0.01 the second, for all ways; in the whole 0.01 is
+    the better on validation data, and of exact training on test data."""
     early = {0.03: 3.0, 0.01: 2.0}
     late = {0.01: 3.0, 0.03: 2.0}
 
@@ -225,7 +226,7 @@ def test_with_finals_the_whole_time_decides_between_the_best_two_rates():
     rows = played(contest, costs, score)
     outcome = Outcome(contest, costs, rows)
     rates = {curve.way.name: curve.rate for curve in outcome.curves if curve.batch == 8}
-    assert rates == {"exact": 0.01, "tokens-0.3": 0.01, "rows-0.3": 0.03, "tuner": 0.03}
+    assert rates == dict.fromkeys(ways, 0.01)
     kept, exact = WAYS["tokens-0.3"], WAYS["exact"]
     assert [run.seed for run in outcome.plan.finals(kept, 8)] == [100, 100, 101, 101]
     assert outcome.plan.finals(kept, 16) == outcome.plan.finals(exact, 8) == []
@@ -311,6 +312,30 @@ def test_a_way_is_found_in_the_study_of_noise_by_what_it_draws():
     names = ("exact", "tokens-0.3", "tokens-0.2", "rows-0.3", "tuner", "vcas", "nonzero")
     points = [find_way(name).point for name in names]
     assert points == ["", "0.3/0.4/0.7", "0.2/0.3/0.6", "rows-0.3", "", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("ends", "sketch", "point", "noise"),
+    [((0.5, 0.5), "Tokens(0.5)", "0.5/0.6/0.9", (0.01, 0.04)), ((1.0, 1.0), "", "", (0.0, 0.0)),
+     ((0.5, 1.0), "Tokens(0.3)", "", None), ((0.25, 0.25), "Tokens(0.25)", "0.25/0.35/0.65", None)],
+)  # fmt: skip
+def test_a_tuner_has_the_noise_and_bytes_of_the_budget_at_which_it_ends_with_all_seeds(
+    ends, sketch, point, noise, tmp_path, monkeypatch
+):
+    rows = played(CONTEST, costs := costs_of(CONTEST), lambda run: 50.0)
+    for row in rows:
+        row["story"] = [[1, 0.7, 0.9], [5, ends[row["seed"] % 2], 0.9]]
+    outcome = Outcome(CONTEST, costs, rows)
+    curve = next(c for c in outcome.curves if c.way.name == "tuner")
+    way = outcome.ends_as(curve)
+    assert (way.sketch, way.point) == (sketch, point)
+    stored = {f"{step}/0.5/0.6/0.9": {"ratio": ratio} for step, ratio in ((0, 0.04), (9, 0.01))}
+    write_json(tmp_path / "vit/results.json", {"noise": stored})
+    monkeypatch.setattr(study, "NOISE", tmp_path)
+    assert noise_of(outcome, curve) == noise
+    times = {"saved": {"": 100, "Tokens(0.3)": 20, "Tokens(0.5)": 60}}
+    bytes_kept = {"Tokens(0.5)": "0.60", "": "1.00"}
+    assert study._memory(times, way) == bytes_kept.get(sketch, "")
 
 
 def test_ratios_are_taken_round_by_round_and_only_what_is_missing_is_timed():
