@@ -61,6 +61,8 @@ class Task:
     """What others reached, and how."""
     baseline: str
     """What exact training must reach here before anything is compared with it."""
+    samples: int = 0
+    """To train on; of characters, blocks of them."""
     pad: int = -1
     """The token that fills short rows; none by default."""
     second: Callable[[Tensor, Tensor], float] | None = None
@@ -205,25 +207,26 @@ _ACCURACY = "test accuracy (%)"
 _TASKS = (
     Task("vit", "ViT on CIFAR-10", vit, 1e-3, (0, 150, 600), _ACCURACY,
          "none for this size and number of steps",
-         "the best of several batch sizes and rates"),
+         "the best of several batch sizes and rates", samples=20_000),
     Task("vit-large", "larger ViT on CIFAR-10", partial(vit, large=True), 5e-4, (0, 150, 600),
          _ACCURACY, "none for this size and number of steps",
-         "more than the small one after as many epochs"),
+         "more than the small one after as many epochs", samples=20_000),
     Task("yields", "BERT on reaction yields", yields, 9.659e-5, (0, 120, 500),
          "R² on the test rows (%)",
          "80.8 on this split after 15 epochs with dropout 0.8 (Yield-BERT, Schwaller et al. 2021); "
          "80-84 over ten splits",
-         "80 after 15 epochs", pad=PAD),
+         "80 after 15 epochs", samples=4032 - HELD, pad=PAD),
     Task("mrpc", "MiniLM on MRPC", mrpc, 5e-5, (0, 40, 120),
          "accuracy on the test pairs (%)",
          "BERT-Medium: accuracy 81.6, F1 86.6; MiniLM-L12: F1 89.5",
-         "what BERT-Medium has, within the spread of seeds", pad=PAD, second=f1),
+         "what BERT-Medium has, within the spread of seeds", samples=3668, pad=PAD, second=f1),
     Task("sst2", "MiniLM on SST-2", sst2, 5e-5, (0, 30, 100), _ACCURACY,
          "BERT-Small: 89.7; MiniLMv2-L6 on dev: 86.2, 89.9, 90.5, 92.0 after epochs 1 to 4",
-         "86 on dev after an epoch", pad=PAD),
+         "86 on dev after an epoch", samples=67_349, pad=PAD),
     Task("sst2-padded", "MiniLM on SST-2, padded", padded_sst2, 5e-5, (0, 30, 100), _ACCURACY,
-         "as sst2", "as sst2: only the batches differ", pad=PAD),
+         "as sst2", "as sst2: only the batches differ", samples=67_349, pad=PAD),
     Task("gpt", "GPT over characters", gpt, 1e-3, (0, 300, 1500), "validation loss, negative",
-         "1.88 after 2,000 steps (nanoGPT's setting for a CPU)", "1.88 after 2,000 steps"),
+         "1.88 after 2,000 steps (nanoGPT's setting for a CPU)", "1.88 after 2,000 steps",
+         samples=1_003_854 // BLOCK),
 )  # fmt: skip
 TASKS = {task.name: task for task in _TASKS}

@@ -13,7 +13,7 @@ from experiments.lab.trainer import Trainer, outputs
 from experiments.tasks import files, texts
 from experiments.tasks.models import tiny_encoder
 from experiments.tasks.scores import f1, negative_loss, r_squared
-from experiments.tasks.table import TASKS
+from experiments.tasks.table import BLOCK, HELD, TASKS
 from sketchprop.data import VARIABLE, DataError
 
 
@@ -244,6 +244,16 @@ def test_real_yields_are_standardised_and_as_long_as_published():
     lengths = torch.cat([train.lengths, test.lengths]).float()
     assert round(float(lengths.mean())) == 184
     assert int(lengths.max()) == 246
+
+
+@pytest.mark.parametrize("name", ["yields", "mrpc", "sst2", "gpt"])
+def test_as_many_samples_are_counted_as_there_are_to_train_on(name):
+    real(name)
+    load = {"yields": texts.load_yields, "mrpc": texts.load_mrpc, "sst2": texts.load_sst2,
+            "gpt": texts.load_shakespeare}[name]  # fmt: skip
+    train = load()[0]
+    wanted = {"yields": lambda: len(train.targets) - HELD, "gpt": lambda: len(train) // BLOCK}
+    assert TASKS[name].samples == wanted.get(name, lambda: len(train.targets))()
 
 
 def test_the_pretrained_encoder_of_reactions_is_not_a_random_one():
