@@ -32,7 +32,7 @@ from .predictions import draw as draw_predictions
 from .predictions import summary as foretold
 from .runs import FINDINGS, Contest, Plan, TimedCell, missing_jobs, scores_of
 from .times import measure_memory, measure_times, missing_kinds
-from .ways import EXACT, TUNER, Way, find_way
+from .ways import EXACT, KEPT, TUNER, Way, find_way
 
 SCHEMA = schema_of(TimedCell(), FINDINGS, ("task", "way", "batch", "time"))
 TIMES, EARNEST = "times.json", "earnest.json"
@@ -294,6 +294,7 @@ def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
         "tuned": [_tuned(outcome, way, batch) for way, batch in outcome.plan.sides],
         "noise_known": (NOISE / task.name / "results.json").is_file(),
         "sizes": _sizes(contest, times),
+        "kept_memory": _memory(times, find_way(KEPT)),
         "note": NOTES.get(task.name, ""),
     }  # fmt: skip
 
