@@ -162,7 +162,7 @@ def draw(found: Sequence[Pair], out: Path) -> list[Path]:
                 color=f"C{tasks.index(pair.task)}", mfc=None if known else "white",
                 label=f"{pair.task}, {pair.way}{'' if known else ', not reached'}",
             )  # fmt: skip
-        panel.legend(fontsize=5, loc="lower right")
+        panel.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
         label_axes(panel, "time to equal quality, over exact", "advise predicted", "found")
 
-    return picture(out, "predictions", 1, panel_of, size=(5.0, 4.2))
+    return picture(out, "predictions", 1, panel_of, size=(6.6, 4.2))
