@@ -191,6 +191,8 @@ def _earnest(outcome: Outcome, folder: Path, quiet: bool) -> None:
 
 
 def _plan(contest: Contest, costs: Mapping[str, float], folder: Path) -> str:
+    if not contest.trained:
+        return f"{contest.task}: steps are timed, nothing is trained\n"
     rows = _stored_rows(folder)
     jobs = missing_jobs(contest, costs, rows, folder)
     settled = Plan(contest, costs, scores_of(rows)).settled

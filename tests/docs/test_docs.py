@@ -218,6 +218,14 @@ def test_times_to_equal_quality_are_those_of_the_evidence():
     assert checked >= 20
 
 
+def test_the_clock_agrees_with_what_was_counted_as_well_as_readme_says():
+    text = (ROOT / "README.md").read_text().replace("\n", " ")
+    (percent,) = re.findall(r"needs what was counted, within (\d+) %", text)
+    stored = [json.loads(p.read_text()) for p in ROOT.glob("docs/results/pay/*/earnest.json")]
+    assert len(stored) == 5
+    assert max(abs(one["ratio"] / one["share"] - 1) for one in stored) <= int(percent) / 100
+
+
 def test_the_answer_that_readme_shows_was_given():
     stored = json.loads((ROOT / "docs/results/advise/results.json").read_text())["vit"]
     text = (ROOT / "README.md").read_text()

@@ -110,6 +110,16 @@ def test_only_the_ways_that_were_asked_for_are_run_and_exact_training(tmp_path, 
     assert "way 'l3' is unknown; use some of exact" in capsys.readouterr().err
 
 
+def test_a_plan_says_what_is_stored_and_missing_and_where_nothing_is_trained(tmp_path, capsys):
+    call = ["pay", "--preset", "smoke", "--out", str(tmp_path), "--quiet", "--seconds", "0"]
+    assert main([*call, "--task", "sst2-padded", "--plan"]) == 0
+    assert capsys.readouterr().out == "sst2-padded: steps are timed, nothing is trained\n"
+    assert main([*call, "--task", "gpt", "--plan"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("gpt: 0 runs stored (0.00 core-hours), 12 missing")
+    assert told.endswith("more when rates are chosen\n")
+
+
 def test_nothing_is_reported_before_its_rate_is_known():
     costs = costs_of(CONTEST)
     first = [run for job in missing_jobs(CONTEST, costs, [], None) for run in job.runs]
