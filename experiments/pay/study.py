@@ -76,9 +76,9 @@ NOTES = {
     "time and all end within half a point of exact training, where seeds differ by one to two. "
     "Sooner they are ahead: in half of the time `Tokens(0.3)` has 75.2, exact training 70.8, and "
     "in three quarters 75.5; noise grows while the model learns, fivefold in the first 40 steps. "
-    "`Rows` by token, a control, is the one way whose whole interval is a gain, of 5 %, and again "
-    "`advise` had said a loss, 1.69. The tuner goes to a half or a quarter of the tokens, with "
-    "some seeds only after its second probe.",
+    "`Rows` by token, a control, is the one of five ways whose whole interval is a gain, barely; "
+    "`advise` had again said a loss, 1.69. The tuner goes to a half or a quarter of the tokens, "
+    "with some seeds only after its second probe.",
     "sst2": "A gain at the same batch; against exact training at its best `Tokens(0.3)` has none "
     "that is certain: sentences of 13 word pieces leave little to drop. `Rows` by token, which "
     "stands here as a control, gains more, and is above exact training at its batch in each of the "
