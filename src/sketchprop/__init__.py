@@ -28,7 +28,7 @@ from .layers.summary import summary
 from .layers.transform import exact, sketch_, unsketch_
 from .layers.validate import Finding, validate
 from .meters import Monitor, advise, check_unbiased, measure, plan, trial
-from .ops import branch, gate, kept_attention, sketched_conv, sketched_linear
+from .ops import gate, sketched_conv, sketched_linear
 from .sampled.loss import sampled_backward, sampled_loss
 from .sketches import (
     L1,
@@ -52,6 +52,7 @@ from .sketches import (
     Tokens,
     Variance,
 )
+from .tokens import branch, kept_attention
 from .tuning import Tuner
 
 __all__ = [

@@ -155,17 +155,6 @@ def test_every_option_of_a_sketch_is_explained():
             assert options <= common | own, (name, options - common - own)
 
 
-def test_every_option_of_a_function_is_explained():
-    functions = [getattr(sp, name) for name in sp.__all__]
-    functions += [getattr(distributed, name) for name in distributed.__all__]
-    functions = [f for f in functions if inspect.isfunction(f)]
-    assert len(functions) > 20
-    for function in [*functions, sp.Tuner, sp.Monitor]:
-        names = [p for p in inspect.signature(function).parameters if p[0] != "_"]
-        missing = [n for n in names if not re.search(rf"\b{n}\b", function.__doc__)]
-        assert not missing, (function.__name__, missing)
-
-
 # -- figures that README and the guide repeat ------------------------------------------------------
 
 _COLUMNS = {

@@ -136,7 +136,7 @@ def _parts_of(name: str, block: SketchedBlock, rows: int) -> dict[nn.Module, Lay
     lines = {}
     state = block.sketching
     for inside, module, role in block.parts(block):
-        sizes = block.sizes_of(module, role, rows * block.times(block, inside))
+        sizes = block.sizes_of(module, role, rows)
         exact = sum(size.exact_flops for size in sizes)
         share = sum(state.cost(size).total for size in sizes) / max(1.0, exact)
         rows_kept = [_kept_of(state.sketch, size) * size.exact_flops for size in sizes]
