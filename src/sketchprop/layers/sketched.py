@@ -29,7 +29,7 @@ class Sketching:
     """True while a tuner leaves the layer exact: nothing of the sketch is asked."""
     tuned: str = ""
     """What a tuner decided, and why."""
-    parts: dict[int, Planner] = field(default_factory=dict, repr=False)
+    parts: dict[int, Planner] = field(init=False, default_factory=dict, repr=False)
     """The planners of a layer's second, third, … weight matrix."""
 
     def planner_of(self, part: int = 0) -> Planner | None:
