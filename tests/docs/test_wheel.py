@@ -204,8 +204,8 @@ def test_a_type_checker_sees_the_types_of_the_wheel(installed, tmp_path):
             reveal_type(sp.summary(model))
             reveal_type(sp.measure(model, lambda m, b: m(b).sum(), []).pays)
             reveal_type(sp.Ladder({0: 1.0})(3))
-            sp.sketch_(model, sp.L1(0.1), where="faster")
-            sp.sketch_(model, sp.L1(0.1), where=0.1)
+            sp.sketch_(model, sp.L1(0.1), planner=sp.Every(50))
+            sp.sketch_(model, sp.L1(0.1), planner=0.1)
             sp.sketch_(model, 0.1)
             sp.L1("a tenth")
             """

@@ -20,7 +20,6 @@ from torch import Tensor
 import sketchprop as sp
 from sketchprop.core import enumeration, sampling
 from sketchprop.core.sampling import Uniforms
-from sketchprop.sampled import loss as sampled
 from sketchprop.tokens import draw as token_draw
 
 MOST_DRAWS = 150
@@ -168,11 +167,11 @@ def drawing(uniforms: Uniforms) -> Iterator[None]:
     def draw(p: Tensor, rank: float, kind: str = "fixed", uniforms_: Any = None, **_: Any) -> Any:
         return real(p, rank, kind, uniforms)
 
-    sampling.draw = token_draw.draw = sampled.draw = draw  # type: ignore[assignment]
+    sampling.draw = token_draw.draw = draw  # type: ignore[assignment]
     try:
         yield
     finally:
-        sampling.draw = token_draw.draw = sampled.draw = real
+        sampling.draw = token_draw.draw = real
 
 
 def by_shape(seed: int) -> Uniforms:
