@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -66,7 +65,7 @@ def write_json(data: Any, target: str) -> None:
 
 class Progress:
     """What is being done and how long it will take: one line that is redrawn on a terminal, and
-    a line now and then anywhere else."""
+    a line now and then anywhere else; gone when the work is done, or has failed."""
 
     def __init__(self, stream: Any, redraw: float = 0.2, repeat: float = 10.0) -> None:
         self._stream, self._live = stream, stream.isatty()
@@ -83,10 +82,13 @@ class Progress:
         """``done`` of this stage, from 0 to 1."""
         now = monotonic()
         if now - self._drawn >= self._every and done > 0:
-            left = (now - self._start) * (1 - done) / done
-            self._draw(f": {100 * done:.0f} %, {left:.0f} s left")
+            seconds = (now - self._start) * (1 - done) / done
+            self._draw(f": {100 * done:.0f} %, {seconds:.0f} s left")
 
-    def clear(self) -> None:
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         if self._live:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
@@ -96,13 +98,3 @@ class Progress:
         text = self._stage + detail
         self._stream.write(f"\r\x1b[K{text}" if self._live else f"sketchprop: {text}\n")
         self._stream.flush()
-
-
-@contextmanager
-def progress() -> Iterator[Progress]:
-    """A line that is gone when the work is done, or has failed."""
-    line = Progress(sys.stderr)
-    try:
-        yield line
-    finally:
-        line.clear()
