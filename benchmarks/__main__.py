@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from sketchprop.cli.expressions import parse_sketch
-from sketchprop.cli.show import show as show_tables
+from sketchprop.cli.show import say
 from sketchprop.core.table import Column, Table, words
 
 from . import imports, layers, models, peak, profile, tokens, tuner
@@ -29,7 +29,7 @@ from .timing import restart_pinned
 def main() -> None:
     args = _parser().parse_args()
     if args.command == "page":
-        print(f"page: {write_page()}")  # noqa: T201
+        say(f"page: {write_page()}")
         return
     if args.command not in ("memory", "peak", "import"):
         restart_pinned(args.allocator)
@@ -45,11 +45,11 @@ def main() -> None:
         return  # one reader's question: printed, not a result of the page
     allocator = "default" if args.command in ("import", "peak") else args.allocator
     save(output, command, allocator, lines, extras)
-    print(f"results: {output}")  # noqa: T201
+    say(f"results: {output}")
     if lines and (args.plot or args.command == "linear"):
         picture = args.plot or output.with_suffix(".png")
         plot(picture, lines, title)
-        print(f"picture: {picture}")  # noqa: T201
+        say(f"picture: {picture}")
 
 
 def _kind(args: argparse.Namespace) -> str:
@@ -143,7 +143,7 @@ def _show_rows(
     first, *others = rows[0]
     chosen = tuple(columns or (words(first), *(Column(name, ".4g") for name in others)))
     values = [[row[column.title] for column in chosen] for row in rows]
-    show_tables("", [Table(title, chosen, values)])
+    say(str(Table(title, chosen, values)))
 
 
 def _shape(text: str) -> tuple[int, int, int]:

@@ -264,13 +264,6 @@ def test_nothing_but_sketches_is_called(run, tmp_path, text):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_rich_the_tables_are_plain(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    code, out, _ = run("check", "L1(0.3)", "--verbose")
-    assert code == 0
-    assert "─" in out
-
-
 @pytest.mark.parametrize("typed", ["plan --plot x.png", "report"])
 def test_without_matplotlib_a_picture_is_refused(run, monkeypatch, tmp_path, typed):
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from ..core.stopwatch import unhurried
-from ..core.table import Report
+from ..core.table import Report, as_text
 from ..layers.transform import sketch_
 from ..meters import MeasureReport, advise, check_unbiased, measure, plan, trial
 from ..report import html_report, setup_facts
 from ..report.pictures import LossCurves, Picture, noise_chart, plan_chart, save_picture
 from ..sketches import AnySketch, Planner
 from .expressions import UsageError, parse_planner, parse_sketch, parse_sketches
-from .show import Progress, complain, say, show, write_json
+from .show import Progress, complain, say, write_json
 from .tasks import Task, find_device, load_task
 
 FINE, NO, USAGE, CRASH, STOPPED = 0, 1, 2, 3, 130
@@ -102,7 +102,7 @@ def run_check(options: Namespace) -> int:
     if options.json != "-":
         for report in reports:
             tables = report.tables() if options.verbose else report.biased_tables()
-            show(report.headline(), tables)
+            say(as_text(report, tables))
     return FINE if all(report.ok for report in reports) else NO
 
 
@@ -189,7 +189,7 @@ def run_report(options: Namespace) -> int:
     if options.json:
         write_json({"facts": facts, "measure": measured, "plans": plans}, options.json)
     if options.json != "-":
-        show(measured.headline(), [measured.figures()])
+        say(as_text(measured, [measured.figures()]))
         size = len(page.encode()) / 1e3
         say(f"report: {options.output} ({size:.0f} kB, opens in any browser)")
     return FINE if measured.pays else NO
@@ -277,6 +277,6 @@ def _finish(options: Namespace, report: Report, picture: Callable[[], Picture]) 
     if options.json:
         write_json(report, options.json)
     if options.json != "-":
-        show(report.headline(), report.tables())
+        say(as_text(report))
     if options.plot:
         save_picture(picture(), options.plot)

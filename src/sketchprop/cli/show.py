@@ -1,15 +1,13 @@
-"""Reports for people (with rich where it is installed), JSON for programs, progress for both."""
+"""Text for people, JSON for programs, progress for both."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ..core.table import Table
 from ..meters.measure import plain_data
 
 
@@ -21,37 +19,6 @@ def say(text: str = "") -> None:
 def complain(text: str) -> None:
     """A line on standard error."""
     sys.stderr.write(f"sketchprop: {text}\n")
-
-
-def show(headline: str, tables: Iterable[Table]) -> None:
-    """The answer first, then every table that has rows."""
-    if headline:
-        say(headline + "\n")
-    for table in tables:
-        if table.rows:
-            _show_table(table)
-
-
-def _show_table(table: Table) -> None:
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table as Pretty
-    except ImportError:
-        say(f"{table}\n")
-        return
-    # In a file or a pipe nothing is known about the width: cutting cells would lose data.
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 240)
-    pretty = Pretty(box=box.SIMPLE_HEAVY)
-    for column in table.columns:
-        pretty.add_column(escape(column.title), justify="left" if column.align == "<" else "right")
-    for row in table.cells():
-        pretty.add_row(*map(escape, row))
-    for text in (table.title, table.note):
-        if text:
-            console.print(escape(text), highlight=False)
-    console.print(pretty)
 
 
 def write_json(data: Any, target: str) -> None:
