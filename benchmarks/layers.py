@@ -14,6 +14,7 @@ from torch import Tensor
 import sketchprop as sp
 from sketchprop.core.stopwatch import Prepared, Work
 from sketchprop.ops import sketched_conv
+from sketchprop.sketches import AnySketch
 
 from .results import Line
 from .timing import Ratio, interleave
@@ -38,6 +39,18 @@ REMEMBERED = {(2048, 3072, 768): 0.30}
 def linear(shapes: Sequence[Shape], budgets: Sequence[float], seconds: float) -> Iterator[Line]:
     for shape in shapes:
         yield from _linear_case(shape, budgets, seconds)
+
+
+def linear_with(
+    sketches: Sequence[AnySketch], shapes: Sequence[Shape], seconds: float
+) -> Iterator[Line]:
+    """The reader's sketches instead of those of the page."""
+    for B, d, n in shapes:
+        layer = _Linear(B, d, n)
+        work = {"exact": layer.exact()} | {repr(s): layer.sketched(s) for s in sketches}
+        ratios = interleave(work, seconds=seconds * len(sketches))
+        for sketch in sketches:
+            yield Line(f"{B} × {d} × {n}", repr(sketch), sketch.budget, ratios[repr(sketch)])
 
 
 def _linear_case(shape: Shape, budgets: Sequence[float], seconds: float) -> Iterator[Line]:
@@ -90,7 +103,7 @@ class _Linear:
     def exact(self) -> Work:
         return self._backward(lambda: F.linear(self.x, self.W, self.b))
 
-    def sketched(self, sketch: sp.Sketch, planner: sp.Planner | None = None) -> Work:
+    def sketched(self, sketch: AnySketch, planner: sp.Planner | None = None) -> Work:
         return self._backward(
             lambda: sp.sketched_linear(self.x, self.W, self.b, sketch, planner=planner)
         )

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
 from sketchprop import Tokens
-from sketchprop.cli.specs import parse_sketch
+from sketchprop.cli.expressions import parse_sketch
 from sketchprop.core.enumeration import expectation
 from sketchprop.core.samples import Samples
 from sketchprop.core.sampling import draw_uniforms
