@@ -25,6 +25,8 @@ from sketchprop.core.sampling import draw_uniforms
 from sketchprop.layers import SketchedBlock
 from sketchprop.layers.share import kept_flops
 from sketchprop.meters import saved_bytes
+from sketchprop.tokens.attention import QueryCount
+from sketchprop.tokens.draw import draw_queries, row_norms
 from sketchprop.zoo import Block, ViT
 
 N, LENGTH, WIDTH = 4, 10, 16
@@ -345,9 +347,10 @@ def test_equal_shares_of_rows_and_queries_carry_one_draw() -> None:
 
 def test_a_draw_of_queries_is_shared_by_the_batch_within_a_bound() -> None:
     G = torch.randn(4, 20, 6) * torch.tensor([8.0, 1.0, 1.0, 1.0])[:, None, None]
-    sketch = Tokens(0.3).of("queries")
-    vjp = sp.Vjp(G.flatten(0, 1), samples=Samples(1, 4, 20))
-    index, scale = sketch.atoms(vjp).choose()
+    tokens = Tokens(0.3)
+    count = QueryCount.of(tokens.query_budget, tokens.capacity, 4, 20)
+    norms = row_norms(G.flatten(0, 1))
+    index, scale = draw_queries(norms, *count, draw_uniforms, Samples(1, 4, 20))
     counts = torch.bincount(index // 20, minlength=4)
     assert counts.sum() == 4 * 8
     assert counts.max() == counts[0] == 10  # 1.25 times the even share

@@ -15,7 +15,7 @@ from ..core.random import random_state_kept
 from ..core.sampling import Uniforms
 from ..core.table import Column, Table, words
 from ..core.vjp import Vjp
-from ..sketches import AnySketch, Planner, Sketch, Split, Tokens
+from ..sketches import LayerSketch, Planner, Sketch, Split
 from .noise.passes import Gradients, Loss
 from .restore import restored
 
@@ -147,7 +147,7 @@ def cases(dtype: torch.dtype = torch.float64) -> tuple[Case, ...]:
 
 
 def expected_gradients(
-    sketch: AnySketch, G: Tensor, W: Tensor, X: Tensor, planner: Planner | None = None
+    sketch: LayerSketch, G: Tensor, W: Tensor, X: Tensor, planner: Planner | None = None
 ) -> tuple[Tensor, ...]:
     """E[dX], E[dW], E[db] over the draw of ``sketch``, as a finite sum: exact to rounding.
 
@@ -167,7 +167,7 @@ def expected_gradients(
 
 
 def check_unbiased(
-    subject: AnySketch | nn.Module | Callable[..., Any],
+    subject: LayerSketch | nn.Module | Callable[..., Any],
     loss_fn: Loss | None = None,
     batch: Any = None,
     *,
@@ -204,7 +204,7 @@ def check_unbiased(
             "loss_fn goes with a model: check_unbiased(model, loss_fn, batch) or "
             "check_unbiased(sketch)"
         )
-    if isinstance(subject, Sketch | Split | Tokens) and draws is None:
+    if isinstance(subject, Sketch | Split) and draws is None:
         entries = tuple(e for c in cases() for e in _exact_entries(subject, c, planner))
         return UnbiasedReport(repr(subject), "exact mean over the draw", TOLERANCE, entries)
     if not callable(subject):
@@ -215,7 +215,7 @@ def check_unbiased(
     return _check_callable(subject, draws or 2000, seed)
 
 
-def _exact_entries(sketch: AnySketch, case: Case, planner: Planner | None) -> Iterator[MeanError]:
+def _exact_entries(sketch: LayerSketch, case: Case, planner: Planner | None) -> Iterator[MeanError]:
     own = None if planner is None else planner.anew()
     means = expected_gradients(sketch, case.G, case.W, case.X, own)
     truth = (case.G @ case.W, case.G.mT @ case.X, case.G.sum(0))
