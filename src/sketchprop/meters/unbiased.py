@@ -15,7 +15,7 @@ from ..core.random import random_state_kept
 from ..core.sampling import Uniforms
 from ..core.table import Column, Table, words
 from ..core.vjp import Vjp
-from ..sketches import LayerSketch, Planner, Sketch, Split
+from ..sketches import AnySketch, LayerSketch, Planner, Sketch, Split
 from .noise.passes import Gradients, Loss
 from .restore import restored
 
@@ -167,7 +167,7 @@ def expected_gradients(
 
 
 def check_unbiased(
-    subject: LayerSketch | nn.Module | Callable[..., Any],
+    subject: AnySketch | nn.Module | Callable[..., Any],
     loss_fn: Loss | None = None,
     batch: Any = None,
     *,
@@ -209,8 +209,8 @@ def check_unbiased(
         return UnbiasedReport(repr(subject), "exact mean over the draw", TOLERANCE, entries)
     if not callable(subject):
         raise TypeError(
-            f"{subject!r} is neither a sketch nor a model; give for example Rows(0.3), a callable "
-            "Vjp -> CompactGradient, or a sketched model and its loss"
+            f"{subject!r} is neither a sketch of layers nor a model; give for example Rows(0.3), "
+            "a callable Vjp -> CompactGradient, or a sketched model and its loss, as for Tokens"
         )
     return _check_callable(subject, draws or 2000, seed)
 
