@@ -160,7 +160,7 @@ def test_every_option_of_a_function_is_explained():
     functions += [getattr(distributed, name) for name in distributed.__all__]
     functions = [f for f in functions if inspect.isfunction(f)]
     assert len(functions) > 20
-    for function in [*functions, sp.Tuner, sp.Monitor]:
+    for function in [*functions, sp.Tuner]:
         names = [p for p in inspect.signature(function).parameters if p[0] != "_"]
         missing = [n for n in names if not re.search(rf"\b{n}\b", function.__doc__)]
         assert not missing, (function.__name__, missing)

@@ -12,7 +12,7 @@ from ..core.table import Column, Table, words
 from ..layers.select import sketchable_layers
 from ..meters import Estimate
 from ..meters.noise.estimate import divide
-from ..meters.noise.passes import Gradients
+from ..meters.noise.gradients import Gradients
 from ..meters.noise.variance import variance_of
 from ..meters.restore import restored
 from ..sketches import AnySketch

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import sketches as built_in_sketches
 from ..data import mnist, normalised
-from ..meters.noise.passes import Loss
+from ..meters.noise.gradients import Loss
 from ..sketches import AnySketch, Planner, Sketch, Split, Tokens
 from ..zoo import Bert, ViT, mlp
 

@@ -17,8 +17,9 @@ from .cost.flops import FlopsReport, flops_of
 from .cost.memory import MemoryReport, bytes_of
 from .cost.timing import Times, seconds_of_a_pass, times_of
 from .noise.estimate import Estimate
+from .noise.gradients import Gradients, Loss
 from .noise.nodes import NodeVariance
-from .noise.passes import Gradients, Loss
+from .noise.pace import DROWNED
 from .noise.variance import Progress, VarianceReport, variance_of
 from .restore import check_model, restored
 from .verdict import Verdict, criterion
@@ -26,8 +27,6 @@ from .words import amount, change_in_words, ratio, with_error
 
 LEAST_BESIDE = 9
 """Passes of ``measure`` beside a draw for each batch: FLOPs, bytes, two rounds of times."""
-DROWNED = 100
-"""From so many times the steps on, the noise is said to drown the gradient."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class MeasureReport:
             return "open", f"{tendency}, as far as two batches can tell."
         if verdict.pays:
             return "yes", "Yes: it pays."
-        drowned = ", the noise drowns the gradient" if verdict.steps >= DROWNED else ""
+        drowned = ", the noise drowns the gradient" if verdict.steps > 1 + DROWNED else ""
         return "no", f"No: it does not pay{drowned}."
 
     def explanation(self) -> list[str]:

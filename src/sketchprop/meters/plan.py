@@ -18,7 +18,7 @@ from ..layers.transform import exact, sketch_
 from ..sketches import AnySketch, Tokens
 from .cost.shapes import Use, recorded_uses
 from .cost.timing import Times, compare
-from .noise.passes import Loss, scalar_loss
+from .noise.gradients import Loss, scalar_loss
 from .restore import check_real, restored
 
 NOT_TAKEN = "sketch_ does not take it, unless filter_fn says so"

@@ -15,8 +15,8 @@ from ...core.stopwatch import unhurried
 from ...layers.transform import unsketch_
 from ...sketches import Tokens
 from ..cost.timing import seconds_of_a_pass
-from ..noise.metric import adaptive, ready
-from ..noise.passes import Loss
+from ..noise.gradients import Loss
+from ..noise.pace import adaptive, ready
 from ..noise.variance import Progress
 from ..restore import check_model, restored
 from .answer import Advice, Option
@@ -48,7 +48,7 @@ def advise(
     For each the time of a step (in turns with exact ones, the optimizer's own added; on one thread
     where other programs have the cores) and the noise that it adds, in about ``minutes``. What
     counts is the time to equal quality over exact: the time of a step, times
-    (‖g‖² + σ² + V)/(‖g‖² + σ²) with SGD, or what Adam makes of V (``meters/noise/metric.py``).
+    (‖g‖² + σ² + V)/(‖g‖² + σ²) with SGD, or what Adam makes of V (``meters/noise/pace.py``).
 
     ``batches``: at least two, better eight, of a list or a loader; no more are taken.
     ``optimizer``: the one that trains; steps are counted as it sees noise, and its own time is

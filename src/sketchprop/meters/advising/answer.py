@@ -11,6 +11,7 @@ from torch import nn
 
 from ...core.table import Column, Table, as_text, words
 from ..measure import plain_data
+from ..noise.pace import DROWNED
 from ..words import change_in_words, ratio, with_error
 from .candidates import Candidate
 from .trial import Trial
@@ -18,8 +19,6 @@ from .trial import Trial
 OUT_OF_TIME = "not tried: the time was used up"
 MARGIN = 0.02
 """What a change has to gain at least, so that it is advised."""
-DROWNED = 1 / 3
-"""Noise from which on training is known to stall."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -34,7 +33,7 @@ class Option:
     time: float | None = None
     """ρ: the time of a step."""
     noise: float | None = None
-    """How many more steps are needed: V/(‖g‖² + σ²) with SGD; ``noise/metric.py`` for Adam."""
+    """How many more steps are needed: V/(‖g‖² + σ²) with SGD; ``noise/pace.py`` for Adam."""
     change: float | None = None
     """ρ(1 + noise): the predicted time to equal quality."""
     error: float = math.inf

@@ -14,7 +14,7 @@ from ...layers.select import blocks_of, everything, sketchable_layers
 from ...layers.transform import sketch_
 from ...layers.validate import Finding, findings
 from ...sketches import L1, AnySketch, Rows, Tokens
-from ..noise.passes import Loss, scalar_loss
+from ..noise.gradients import Loss, scalar_loss
 from ..restore import hooked
 
 FEW_ZEROS = 0.05

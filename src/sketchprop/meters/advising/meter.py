@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ...core.random import seed_generators
 from ...core.stopwatch import clock_of, in_turns, synchronise
 from ...layers.isolation import no_gradient_hooks
 from ..cost.memory import bytes_of
 from ..cost.timing import Times, compare, times_of
-from ..noise.metric import Pace, adaptive, noise_of
-from ..noise.passes import Gradients, Loss, scalar_loss, squared_norm
-from ..noise.passes import seed as seed_generators
+from ..noise.gradients import Gradients, Loss, scalar_loss, squared_norm
+from ..noise.pace import DROWNED, Pace, adaptive, noise_by_parameter
 from ..restore import Buffers, restored, tensors_in
-from .answer import DROWNED, OUT_OF_TIME, Option
+from .answer import OUT_OF_TIME, Option
 from .candidates import Candidate
 
 NOISE_BATCHES = 3
@@ -140,7 +140,7 @@ class Meter:
                 exact_seconds, exact = self._timed(partial(gradients.exact, batch))
                 for number in range(count):
                     seconds, drawn = self._timed(partial(gradients.sketched, batch, number))
-                    found.append(_Draw(noise_of(drawn, exact), exact_seconds, seconds))
+                    found.append(_Draw(noise_by_parameter(drawn, exact), exact_seconds, seconds))
         return found
 
     def _timed(self, run: Callable[[], list[Tensor]]) -> tuple[float, list[Tensor]]:

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import (
 
 from ...layers import SketchedModule
 from ...layers.transform import exact
-from ..noise.passes import Loss, scalar_loss
+from ..noise.gradients import Loss, scalar_loss
 from ..restore import restored
 from .shapes import recorded_uses
 

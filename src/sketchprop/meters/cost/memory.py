@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.select import units_of
-from ..noise.passes import Loss, scalar_loss
+from ..noise.gradients import Loss, scalar_loss
 from ..restore import hooked, restored, tensors_in
 
 _OTHERS = "(others)"

@@ -20,7 +20,7 @@ from ...layers.isolation import no_gradient_hooks
 from ...layers.transform import exact
 from ...ops import sketched_linear
 from ...sketches import AnySketch
-from ..noise.passes import Loss, scalar_loss
+from ..noise.gradients import Loss, scalar_loss
 from ..restore import restored
 
 SLOW = 0.5

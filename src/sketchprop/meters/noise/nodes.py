@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..restore import hooked
 from .estimate import Estimate, over_draws
-from .passes import squared_norm
+from .gradients import squared_norm
 
 TERMS = ("total", "local", "propagated", "remainder")
 

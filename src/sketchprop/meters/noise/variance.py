@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from ..restore import restored
 from .estimate import Estimate, minibatch_variance, over_draws, variance_ratio
+from .gradients import Gradients, Loss, squared_distance, squared_norm
 from .nodes import NodeMeter, NodeVariance, Record, Taps
-from .passes import Gradients, Loss, squared_distance, squared_norm
 
 Progress = Callable[[float], object]
 """Told from time to time which share of the work is done."""
