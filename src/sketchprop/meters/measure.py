@@ -373,18 +373,3 @@ def _check_time(model: nn.Module, loss_fn: Loss, batches: Sequence[Any], minutes
             f"minutes={minutes:g} is too short: one pass takes {a_pass:.2g} s; give at least "
             f"minutes={needed / 30:.2g}, or fewer batches"
         )
-
-
-def plain_data(value: Any) -> Any:
-    """Reports as dicts, lists and numbers that JSON knows; what is not finite becomes None."""
-    if hasattr(value, "as_dict"):
-        return plain_data(value.as_dict())
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain_data(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain_data(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_data(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
