@@ -17,7 +17,7 @@ from measure_helpers import Branched, loss_fn, make_batches, mlp
 from sketchprop.core import stopwatch
 from sketchprop.meters import Advice, Candidate, Option
 from sketchprop.meters.advising import meter
-from sketchprop.meters.advising.answer import OUT_OF_TIME
+from sketchprop.meters.advising.advice import OUT_OF_TIME
 from sketchprop.meters.advising.candidates import rows_seen
 from sketchprop.meters.advising.meter import _Draw, _times_of
 from sketchprop.zoo import ViT

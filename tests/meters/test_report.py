@@ -19,8 +19,7 @@ import sketchprop as sp
 from sketchprop.cli import main
 from sketchprop.cli.show import Progress
 from sketchprop.meters import Estimate, criterion
-from sketchprop.meters.measure import plain_data
-from sketchprop.meters.words import ratio, with_error
+from sketchprop.meters.words import plain_data, ratio, with_error
 from sketchprop.report import html_report, setup_facts
 from sketchprop.report.charts import Chart, Part, Row
 from sketchprop.report.svg import MOST_BARS, bars

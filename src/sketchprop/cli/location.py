@@ -12,8 +12,7 @@ from ..core.table import Column, Table, words
 from ..layers.select import sketchable_layers
 from ..meters import Estimate
 from ..meters.noise.estimate import divide
-from ..meters.noise.gradients import Gradients
-from ..meters.noise.variance import variance_of
+from ..meters.noise.variance import measure_variance
 from ..meters.restore import restored
 from ..sketches import AnySketch
 from .specs import Task, UsageError, train
@@ -113,9 +112,10 @@ def measure_location(
 def _measure(
     task: Task, sketch: dict[str, AnySketch | None], held: list[Any], draws: int | None, seed: int
 ) -> dict[str, Any]:
-    with restored(task.model, sketch) as buffers:
-        gradients = Gradients(task.model, task.loss_fn, buffers, seed)
-        report = variance_of(gradients, held, draws=draws, split=True, nodes=False)
+    with restored(task.model, sketch):
+        report = measure_variance(
+            task.model, task.loss_fn, held, draws=draws, nodes=False, seed=seed
+        )
     return {
         "relative": report.relative,
         "added": report.added,

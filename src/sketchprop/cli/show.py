@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any
 
 from ..core.table import Table
-from ..meters.measure import plain_data
+from ..meters.words import plain_data
 
 
 def say(text: str = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from time import monotonic
 from typing import Any
 
@@ -13,17 +13,17 @@ from torch import nn
 from ..core.table import LAYER, Column, Table, as_text, words
 from ..layers.transform import exact
 from ..sketches import AnySketch, Planner
-from .cost.flops import FlopsReport, flops_of
-from .cost.memory import MemoryReport, bytes_of
-from .cost.timing import Times, seconds_of_a_pass, times_of
+from .cost.flops import FlopsReport, measure_flops
+from .cost.memory import MemoryReport, saved_bytes
+from .cost.timing import Times, seconds_of_a_pass, step_times
 from .noise.estimate import Estimate
-from .noise.gradients import Gradients, Loss
+from .noise.gradients import Loss
 from .noise.nodes import NodeVariance
 from .noise.pace import DROWNED
-from .noise.variance import Progress, VarianceReport, variance_of
-from .restore import check_model, restored
+from .noise.variance import Progress, VarianceReport, measure_variance
+from .restore import check_minutes, check_model, restored
 from .verdict import Verdict, criterion
-from .words import amount, change_in_words, ratio, with_error
+from .words import amount, change_in_words, plain_data, ratio, with_error
 
 LEAST_BESIDE = 9
 """Passes of ``measure`` beside a draw for each batch: FLOPs, bytes, two rounds of times."""
@@ -317,8 +317,8 @@ def measure(
         print(report)
     """
     batches = list(batches)
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"minutes={minutes} is no time; give for example minutes=2")
+    if minutes is not None:
+        check_minutes(minutes, 2)
     if isinstance(times, tuple):
         times = Times.given(*times)
     end = math.inf if minutes is None else monotonic() + 60 * minutes
@@ -326,25 +326,26 @@ def measure(
         if minutes is not None:
             _check_time(model, loss_fn, batches, minutes)
             buffers.restore()
-        variance = variance_of(
-            Gradients(model, loss_fn, buffers, seed),
+        variance = measure_variance(
+            model,
+            loss_fn,
             batches,
             draws=draws,
             split=split,
             nodes=nodes,
+            seed=seed,
             # The rest of the time is for FLOPs, bytes and times.
             seconds=0.8 * (end - monotonic()),
             progress=progress,
         )
-        buffers.restore()
-        flops = flops_of(model, loss_fn, batches[0])
+        flops = measure_flops(model, loss_fn, batches[0])
         with exact(model):
-            exact_memory = bytes_of(model, loss_fn, batches[0])
-        sketched_memory = bytes_of(model, loss_fn, batches[0])
+            exact_memory = saved_bytes(model, loss_fn, batches[0])
+        sketched_memory = saved_bytes(model, loss_fn, batches[0])
         if times is None and rounds:
             least = rounds if minutes is None else min(rounds, 2)
             left = max(0.0, end - monotonic())
-            times = times_of(model, loss_fn, batches[0], (least, rounds), left)
+            times = step_times(model, loss_fn, batches[0], (least, rounds), left)
     if times is not None:
         times = times.with_overhead(overhead)
     relative, signal = variance.relative, variance.relative_signal

@@ -19,7 +19,7 @@ from ..sketches import AnySketch, Tokens
 from .cost.shapes import Use, recorded_uses
 from .cost.timing import Times, compare
 from .noise.gradients import Loss, scalar_loss
-from .restore import check_real, restored
+from .restore import check_real, check_sketchable, restored
 
 NOT_TAKEN = "sketch_ does not take it, unless filter_fn says so"
 WORTH = 0.9
@@ -147,10 +147,7 @@ def plan(
     layers = {layer: name for name, layer in choice.layers.items()}
     left = {name: choice.refused.get(name, NOT_TAKEN) for name in choice.layers}
     left |= dict.fromkeys(choice.taken, "")
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no layer that can be sketched; see sketchprop.summary"
-        )
+    check_sketchable(model)
     check_real(model)
     with restored(model), exact(model):
         with recorded_uses(layers) as recorded:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.table import Column, Table
 from ..meters import MeasureReport, PlanReport
-from ..meters.measure import plain_data
+from ..meters.words import plain_data
 from . import charts
 from .setup import setup_facts
 from .svg import bars

@@ -82,9 +82,17 @@ def advise(
         if busy:
             advice = replace(advice, warnings=(busy, *advice.warnings))
         if trial:
-            options = {"minutes": trial, "control": control, "progress": progress, "seed": seed}
-            chosen = advice.candidates[advice.closest.name]
-            outcome = run_trial(model, loss_fn, batches, optimizer, chosen, **options)
+            outcome = run_trial(
+                model,
+                loss_fn,
+                batches,
+                optimizer,
+                advice.candidates[advice.closest.name],
+                minutes=trial,
+                control=control,
+                progress=progress,
+                seed=seed,
+            )
             advice = replace(advice, trial=outcome)
     return replace(advice, seconds=monotonic() - start)
 

@@ -15,7 +15,7 @@ from ...layers.transform import sketch_
 from ...layers.validate import Finding, findings
 from ...sketches import L1, AnySketch, Rows, Tokens
 from ..noise.gradients import Loss, scalar_loss
-from ..restore import hooked
+from ..restore import call_hooks
 
 FEW_ZEROS = 0.05
 """Rows of zeros, below which it is not worth looking for them."""
@@ -118,7 +118,7 @@ def rows_seen(model: nn.Module, loss_fn: Loss, batch: Any) -> Rowed:
         tokens.append(G.dim() > 2 and G.shape[-2] > 1)
 
     linear = [m for m in sketchable_layers(model).values() if not _has_kernel(m)]
-    with hooked(linear, after=watch):
+    with call_hooks(linear, after=watch):
         parameters = [p for p in model.parameters() if p.requires_grad]
         loss = scalar_loss(loss_fn, model, batch)
         torch.autograd.grad(loss, parameters, allow_unused=True)

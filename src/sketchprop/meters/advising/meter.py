@@ -19,7 +19,7 @@ from ...core.stopwatch import in_turns, timed
 from ...layers.isolation import no_gradient_hooks
 from ..batches import halved
 from ..cost.memory import saved_bytes
-from ..cost.timing import TimePair, compare, step_times
+from ..cost.timing import Times, compare, step_times
 from ..noise.gradients import Gradients, Loss, one_pass, squared_norm
 from ..noise.pace import DROWNED, HUGE, Pace, adaptive, noise_by_parameter
 from ..restore import Buffers, restored
@@ -85,7 +85,7 @@ class Meter:
             found = one_pass(self.loss_fn, self.model, batch, self.parameters)
             for total, g in zip(mean, found, strict=True):
                 if g is not None:
-                    total += math.sqrt(weight) * g / len(self.batches)
+                    total.add_(math.sqrt(weight) * g / len(self.batches))
             squares.append([0.0 if g is None else weight * squared_norm(g) for g in found])
         return squares, list(map(squared_norm, mean))
 
@@ -214,7 +214,7 @@ def optimizer_seconds(optimizer: Any) -> float:
         return 0.0
 
 
-def _times_of(draws: Sequence[_Draw]) -> TimePair:
+def _times_of(draws: Sequence[_Draw]) -> Times:
     """A ratio for each exact pass: draws that are held against the same one are one measurement."""
     sketched: dict[float, list[float]] = {}
     for draw in draws:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.select import units_of
+from ..batches import tensors_in
 from ..noise.gradients import Loss, scalar_loss
-from ..restore import hooked, restored, tensors_in
+from ..restore import call_hooks, restored
 
 _OTHERS = "(others)"
 _BATCH = "(batch)"
@@ -58,15 +59,9 @@ def saved_bytes(model: nn.Module, loss_fn: Loss, batch: Any) -> MemoryReport:
 
     Layers that are sketched, or could be, are listed with what they save.
     """
-    with restored(model):
-        return bytes_of(model, loss_fn, batch)
-
-
-def bytes_of(model: nn.Module, loss_fn: Loss, batch: Any) -> MemoryReport:
-    """``saved_bytes`` inside ``restored``."""
     layers = {module: name for name, module in units_of(model).items()}
     ledger = _Ledger(model, batch)
-    with ledger.watching(layers):
+    with restored(model), ledger.watching(layers):
         graph = scalar_loss(loss_fn, model, batch)
         report = ledger.report(list(layers.values()))
         del graph
@@ -94,7 +89,7 @@ class _Ledger:
             self._current.pop()
 
         saving = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
-        with hooked(layers, enter, leave), saving:
+        with call_hooks(layers, enter, leave), saving:
             yield
 
     def _pack(self, tensor: Tensor) -> Tensor:

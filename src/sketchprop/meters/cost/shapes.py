@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...core.cost import Size
 from ...layers import SketchedBlock, SketchedModule, Sketching, block_class, sketched_class
-from ..restore import hooked
+from ..restore import call_hooks
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def recorded_uses(layers: Mapping[nn.Module, str]) -> Iterator[list[Use]]:
             sketched = isinstance(layer, SketchedModule) and layer.is_sketching(*inputs)
             uses.append(Use(layers[layer], layer, shapes, options, products, sketched))
 
-    with hooked(layers, after=note):
+    with call_hooks(layers, after=note):
         yield uses
 
 

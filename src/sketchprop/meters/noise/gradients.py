@@ -7,7 +7,7 @@ are put back before each, and a draw is a number: the same number draws the same
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...core.random import random_state, seed_generators, set_random_state
 from ...layers import SketchedModule
-from ..restore import Buffers, check_model, hooked
+from ..restore import Buffers, call_hooks, check_model
 
 Loss = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch)``, a scalar: what one step of training would call backward on."""
@@ -54,7 +54,7 @@ class Switch:
         return [named[i] for i in range(len(named))]
 
     def installed(self) -> AbstractContextManager[None]:
-        return hooked(self.layers, self._enter, self._leave)
+        return call_hooks(self.layers, self._enter, self._leave)
 
     def start(self, first: int | None, draw: int) -> None:
         """Before a forward pass; ``first=None`` is exact and records which uses there are."""
@@ -188,6 +188,14 @@ def scalar_loss(loss_fn: Loss, model: nn.Module, batch: Any) -> Tensor:
             "without no_grad or detach"
         )
     return value
+
+
+def one_pass(
+    loss_fn: Loss, model: nn.Module, batch: Any, parameters: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Forward and backward: the gradients, ``None`` where a parameter has no part in the loss."""
+    loss = scalar_loss(loss_fn, model, batch)
+    return torch.autograd.grad(loss, parameters, allow_unused=True)
 
 
 def squared_distance(a: list[Tensor], b: list[Tensor]) -> float:

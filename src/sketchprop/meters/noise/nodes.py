@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..restore import hooked
+from ..restore import call_hooks
 from .estimate import Estimate, over_draws
 from .gradients import squared_norm
 
@@ -27,7 +27,7 @@ TERMS = ("total", "local", "propagated", "remainder")
 
 
 @dataclass(frozen=True)
-class Split:
+class NodeTerms:
     """A node's variance E‖ĝᵢ - gᵢ‖² and the two terms it is the sum of."""
 
     total: Estimate
@@ -44,9 +44,9 @@ class NodeVariance:
     """A tensor that feeds sketched layers."""
 
     node: str
-    batch_mean: Split
+    batch_mean: NodeTerms
     """Of gᵢ = B⁻¹ Σ_b gᵢ⁽ᵇ⁾, the batch mean, as the paper writes it (for a mean loss)."""
-    samples: Split
+    samples: NodeTerms
     """Of all samples' gradients together: Σ_b ‖·‖² without the mean over the batch."""
 
 
@@ -89,7 +89,7 @@ class Taps:
         self._record: Record | None = None
 
     def installed(self) -> AbstractContextManager[None]:
-        return hooked(self.layers, self._enter, self._leave)
+        return call_hooks(self.layers, self._enter, self._leave)
 
     def start(self) -> Record:
         """Before a forward pass."""
@@ -168,8 +168,8 @@ class NodeMeter:
                 self._add_node(name, sketched.grads[node] - exact.grads[node], errors)
 
     def result(self) -> tuple[NodeVariance, ...]:
-        def split(terms: dict[str, dict[int, list[float]]]) -> Split:
-            return Split(**{term: over_draws(list(v.values())) for term, v in terms.items()})
+        def split(terms: dict[str, dict[int, list[float]]]) -> NodeTerms:
+            return NodeTerms(**{term: over_draws(list(v.values())) for term, v in terms.items()})
 
         return tuple(
             NodeVariance(name, split(kinds["batch_mean"]), split(kinds["samples"]))

@@ -122,32 +122,16 @@ def measure_variance(
     split: bool = True,
     nodes: bool = True,
     seed: int = 0,
+    seconds: float = math.inf,
+    progress: Progress | None = None,
 ) -> VarianceReport:
     """σ², V and where V comes from. Costs (uses of sketched layers) × draws × batches steps.
 
     ``draws=None`` lets eight pilot draws on the first batch choose how many bring the error of V
     below 5 % (at most 64 for each batch). ``split=False`` measures only the total, one step for
     each draw. All sums run in float64; nothing of the size of draws × parameters is stored.
-    """
-    with restored(model) as buffers:
-        gradients = Gradients(model, loss_fn, buffers, seed)
-        return variance_of(gradients, batches, draws=draws, split=split, nodes=nodes)
-
-
-def variance_of(
-    gradients: Gradients,
-    batches: Sequence[Any],
-    *,
-    draws: int | None,
-    split: bool,
-    nodes: bool,
-    seconds: float = math.inf,
-    progress: Progress | None = None,
-) -> VarianceReport:
-    """``measure_variance`` inside ``restored``, in about so many ``seconds``.
-
-    A time limit lowers the draws, down to two; where these would still take too long, it gives up
-    the split by layer.
+    ``seconds``, about: a time limit lowers the draws, down to two; where these would still take
+    too long, it gives up the split by layer.
     """
     if len(batches) < 2:
         raise ValueError(
@@ -156,6 +140,20 @@ def variance_of(
         )
     if draws is not None and draws < 2:
         raise ValueError(f"draws={draws} has no spread; give at least 2, or None to let it choose")
+    with restored(model) as buffers:
+        gradients = Gradients(model, loss_fn, buffers, seed)
+        return _variance(gradients, batches, draws, split, nodes, seconds, progress)
+
+
+def _variance(
+    gradients: Gradients,
+    batches: Sequence[Any],
+    draws: int | None,
+    split: bool,
+    nodes: bool,
+    seconds: float,
+    progress: Progress | None,
+) -> VarianceReport:
     meter = _VarianceMeter(gradients, split, Taps(gradients.switch.layers) if nodes else None)
     with meter.installed():
         start = monotonic()
