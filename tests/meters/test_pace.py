@@ -14,7 +14,7 @@ NOISE = (6.0, 0.0, 0.7)
 
 
 def best_gain(noise):
-    """The most that one step gains over all rates, by the model of ``metric.py``: a line of signal
+    """The most that one step gains over all rates, by the model of ``pace.py``: a line of signal
     less a parabola of curvature H = s times the mean square of the step."""
     line = parabola = 0.0
     for size, square, signal, added in zip(SIZES, SQUARES, SIGNAL, noise, strict=True):
