@@ -386,8 +386,6 @@ def test_meters_split_noise_by_block() -> None:
     report = sp.measure(model, loss, data, sketch=Tokens(0.3), draws=4, rounds=0)
     assert [line.layer for line in report.variance.layers] == ["blocks.0", "blocks.1"]
     assert 0.3 < report.flops.kept < 0.8
-    for node in report.nodes:
-        assert node.samples.total.value > 0
     plan = sp.plan(model, loss, data[0], sketch=Tokens(0.3), rounds=1)
     assert [line.layer for line in plan.layers] == ["embed", "blocks.0", "blocks.1", "head"]
     tuner = sp.Tuner(sp.sketch_(model, Tokens(0.3)), loss, share=1.0, frozen=True)

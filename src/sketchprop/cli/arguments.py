@@ -41,11 +41,10 @@ examples:
 {CODES}"""
 
 MEASURE = """\
-Measures σ², the variance of the minibatch gradient, and V, what the sketches add to it: in total,
-by the layer that injected it, and at each node as the sum of its local and its propagated term
-(Prop. 2.2). SGD needs ∝ ‖g‖² + σ² + V steps, g the mean gradient, so with ρ the cost of a step a
-sketch pays if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²). The answer is given by measured time and
-by FLOPs.
+Measures σ², the variance of the minibatch gradient, and V, what the sketches add to it: in total
+and by the layer that injected it. SGD needs ∝ ‖g‖² + σ² + V steps, g the mean gradient, so with ρ
+the cost of a step a sketch pays if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²). The answer is given by
+measured time and by FLOPs.
 """
 MEASURE_EXAMPLES = f"""\
 examples:

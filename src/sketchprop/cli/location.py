@@ -113,9 +113,7 @@ def _measure(
     task: Task, sketch: dict[str, AnySketch | None], held: list[Any], draws: int | None, seed: int
 ) -> dict[str, Any]:
     with restored(task.model, sketch):
-        report = measure_variance(
-            task.model, task.loss_fn, held, draws=draws, nodes=False, seed=seed
-        )
+        report = measure_variance(task.model, task.loss_fn, held, draws=draws, seed=seed)
     return {
         "relative": report.relative,
         "added": report.added,

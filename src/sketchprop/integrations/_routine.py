@@ -149,7 +149,7 @@ def added_variance(loss_fn: Loss, batches: Sequence[Any], draws: int = 4) -> Met
     batches = list(batches)
 
     def metrics(model: nn.Module) -> dict[str, float]:
-        report = measure_variance(model, loss_fn, batches, draws=draws, split=False, nodes=False)
+        report = measure_variance(model, loss_fn, batches, draws=draws, split=False)
         return {
             "sketch_added_variance": report.added.value,
             "sketch_relative_variance": report.relative.value,

@@ -18,7 +18,6 @@ from .cost.memory import MemoryReport, saved_bytes
 from .cost.timing import Times, seconds_of_a_pass, step_times
 from .noise.estimate import Estimate
 from .noise.gradients import Loss
-from .noise.nodes import NodeVariance
 from .noise.pace import DROWNED
 from .noise.variance import Progress, VarianceReport, measure_variance
 from .restore import check_minutes, check_model, restored
@@ -55,11 +54,6 @@ class MeasureReport:
     def relative(self) -> Estimate:
         """V/σ²."""
         return self.variance.relative
-
-    @property
-    def nodes(self) -> tuple[NodeVariance, ...]:
-        """Prop. 2.2 at each tensor that feeds sketched layers."""
-        return self.variance.nodes
 
     @property
     def verdict(self) -> Verdict:
@@ -149,7 +143,6 @@ class MeasureReport:
             self.figures(),
             self.verdicts(),
             self.noise_by_layer(),
-            self.noise_by_node(),
             self.work_by_layer(),
             self.memory_by_layer(),
         ]
@@ -225,22 +218,6 @@ class MeasureReport:
         title = "Where the noise is made: V by the layer that injected it"
         return Table(title, columns, rows, note)
 
-    def noise_by_node(self) -> Table:
-        """Prop. 2.2 at each tensor that feeds sketched layers."""
-        numbers = (Column(title) for title in ("variance", "local", "propagated", "remainder"))
-        rows = [
-            (node.node, s.total, s.local, s.propagated, s.remainder)
-            for node in self.nodes
-            for s in (node.samples,)
-        ]
-        note = (
-            "At each tensor that feeds sketched layers: variance made there, and variance that "
-            "arrived from the layers above. Where nearly all has arrived, sketching less above "
-            "helps more than sketching less here."
-        )
-        title = "How it travels: variance = local + propagated (Prop. 2.2)"
-        return Table(title, (words("node"), *numbers), rows, note)
-
     def work_by_layer(self) -> Table:
         """Backward FLOPs of each sketched layer."""
         millions = (Column(title, ".4g", scale=1e-6) for title in ("exact M", "sketched M"))
@@ -285,7 +262,6 @@ def measure(
     planner: Planner | None = None,
     draws: int | None = None,
     split: bool = True,
-    nodes: bool = True,
     rounds: int = 7,
     times: Times | tuple[float, float] | None = None,
     overhead: float = 0.0,
@@ -300,9 +276,8 @@ def measure(
     ``sketch_`` would apply it and taken off again; ``None`` measures those that the model has.
 
     σ² = E‖g - ∇F‖² over batches, V = E‖ĝ - g‖² over draws, split by the layer that injected it
-    (``split``; see ``sketchprop.meters.noise.variance``) and at each node by Prop. 2.2
-    (``nodes``). Sketching pays if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), g the
-    mean gradient: the verdict, by time and by FLOPs.
+    (``split``; see ``sketchprop.meters.noise.variance``). Sketching pays if
+    ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), g the mean gradient: the verdict, by time and by FLOPs.
     ``draws`` for each batch; ``None`` lets a pilot choose. ``rounds`` of exact and sketched steps
     are timed in turns (0: none); ``times=(exact, sketched)`` are seconds measured elsewhere;
     ``overhead``: seconds of a step that are not in ``loss_fn`` and backward (optimizer, data).
@@ -332,7 +307,6 @@ def measure(
             batches,
             draws=draws,
             split=split,
-            nodes=nodes,
             seed=seed,
             # The rest of the time is for FLOPs, bytes and times.
             seconds=0.8 * (end - monotonic()),

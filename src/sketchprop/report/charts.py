@@ -79,24 +79,6 @@ def noise_chart(report: MeasureReport) -> Chart:
     return Chart("V/σ² by the layer that injected it", rows, "V/σ²")
 
 
-def node_chart(report: MeasureReport) -> Chart:
-    """Prop. 2.2 at each node: shares of local and propagated variance."""
-    rows = []
-    for node in report.nodes:
-        local, propagated = node.samples.local, node.samples.propagated
-        whole = local.value + propagated.value
-        share = local.value / whole if whole else 1.0
-        parts = (
-            Part(share, "local", f"local {local}"),
-            Part(1 - share if whole else 0.0, "propagated", f"propagated {propagated}"),
-        )
-        text = f"{100 * share:.0f} % local" if whole else "none"
-        rows.append(Row(node.node, text, parts, stacked=True))
-    legend = (("local", "made here (local)"), ("propagated", "arrived (propagated)"))
-    title = "Local and propagated share of the variance at each node"
-    return Chart(title, tuple(rows), end=1.0, legend=legend)
-
-
 def work_chart(report: MeasureReport) -> Chart:
     """Backward FLOPs of each sketched layer."""
     rows = tuple(

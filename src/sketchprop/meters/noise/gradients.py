@@ -72,11 +72,6 @@ class Switch:
         """Between forward and backward: what is called from now on is a recomputation."""
         self._recording = False
 
-    def back_to_exact(self) -> None:
-        """Before more of an exact pass's backward: what it computes again is exact too."""
-        self._calls.clear()
-        self._exact = True
-
     def _index(self, module: nn.Module) -> int:
         call = self._calls[module]
         self._calls[module] += 1
@@ -127,7 +122,6 @@ class Gradients:
         self.buffers = buffers
         self.seed = seed
         self.switch = Switch(model, seed)
-        self.after_forward: list[Callable[[], None]] = [self.switch.forward_is_done]
         if not self.switch.layers:
             raise ValueError(_nothing_sketched(model))
         check_model(model)
@@ -136,25 +130,22 @@ class Gradients:
         self.parameters = [p for _, p in named]
         self.device = self.parameters[0].device
 
-    def exact(self, batch: Any, *, keep_graph: bool = False) -> list[Tensor]:
+    def exact(self, batch: Any) -> list[Tensor]:
         """The exact gradient; records the uses of sketched layers on the way."""
-        return self._run(batch, None, 0, keep_graph)
+        return self._run(batch, None, 0)
 
     def sketched(self, batch: Any, draw: int, first: int = 0) -> list[Tensor]:
         """A sketched gradient with the uses from ``first`` on drawing, the others exact."""
-        return self._run(batch, first, draw, False)
+        return self._run(batch, first, draw)
 
-    def _run(self, batch: Any, first: int | None, draw: int, keep_graph: bool) -> list[Tensor]:
+    def _run(self, batch: Any, first: int | None, draw: int) -> list[Tensor]:
         self.buffers.restore()
         self.switch.start(first, draw)
         seed_generators(self.device, self.seed)
         value = scalar_loss(self.loss_fn, self.model, batch)
-        for notify in self.after_forward:
-            notify()
+        self.switch.forward_is_done()
         seed_generators(self.device, self.seed, draw, -1)
-        grads = torch.autograd.grad(
-            value, self.parameters, allow_unused=True, retain_graph=keep_graph
-        )
+        grads = torch.autograd.grad(value, self.parameters, allow_unused=True)
         return [
             torch.zeros_like(p) if g is None else g.detach()
             for g, p in zip(grads, self.parameters, strict=True)

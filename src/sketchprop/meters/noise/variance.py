@@ -20,7 +20,6 @@ the mean; where it is not, the report is not ``reliable`` and V a lower bound.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ from torch import Tensor, nn
 from ..restore import restored
 from .estimate import Estimate, minibatch_variance, over_draws, variance_ratio
 from .gradients import Gradients, Loss, squared_distance, squared_norm
-from .nodes import NodeMeter, NodeVariance, Record, Taps
 
 Progress = Callable[[float], object]
 """Told from time to time which share of the work is done."""
@@ -73,7 +71,6 @@ class VarianceReport:
     """In the order of forward; empty without ``split``."""
     remainder: Estimate | None
     """V - Σ of the layers, draw by draw: zero within its error."""
-    nodes: tuple[NodeVariance, ...]
     signal: float
     """‖g‖², of the mean gradient g: ‖ḡ‖² of the batches without the σ²/M that is noise."""
     missed: dict[str, Estimate]
@@ -120,7 +117,6 @@ def measure_variance(
     *,
     draws: int | None = None,
     split: bool = True,
-    nodes: bool = True,
     seed: int = 0,
     seconds: float = math.inf,
     progress: Progress | None = None,
@@ -142,7 +138,7 @@ def measure_variance(
         raise ValueError(f"draws={draws} has no spread; give at least 2, or None to let it choose")
     with restored(model) as buffers:
         gradients = Gradients(model, loss_fn, buffers, seed)
-        return _variance(gradients, batches, draws, split, nodes, seconds, progress)
+        return _variance(gradients, batches, draws, split, seconds, progress)
 
 
 def _variance(
@@ -150,12 +146,11 @@ def _variance(
     batches: Sequence[Any],
     draws: int | None,
     split: bool,
-    nodes: bool,
     seconds: float,
     progress: Progress | None,
 ) -> VarianceReport:
-    meter = _VarianceMeter(gradients, split, Taps(gradients.switch.layers) if nodes else None)
-    with meter.installed():
+    meter = _VarianceMeter(gradients, split)
+    with gradients.switch.installed():
         start = monotonic()
         mean = _mean_gradient(gradients, batches)
         meter.mean_norm = math.fsum(map(squared_norm, mean))
@@ -189,25 +184,15 @@ def _wide(g: Tensor) -> Tensor:
 
 
 class _VarianceMeter:
-    def __init__(self, gradients: Gradients, split: bool, taps: Taps | None) -> None:
+    def __init__(self, gradients: Gradients, split: bool) -> None:
         self.gradients = gradients
         self.split = split
-        self.taps = taps
-        self.nodes = NodeMeter()
         self.mean_norm = 0.0
         self.deviations: list[float] = []
         self.totals: list[list[float]] = []
         self.remainders: list[list[float]] = []
         self.alignments: list[list[list[float]]] = [[] for _ in gradients.parameters]
         self.layers: dict[str, list[list[float]]] = {}
-
-    def installed(self) -> Any:
-        stack = contextlib.ExitStack()
-        stack.enter_context(self.gradients.switch.installed())
-        if self.taps is not None:
-            stack.enter_context(self.taps.installed())
-            self.gradients.after_forward.append(self.taps.forward_is_done)
-        return stack
 
     def pilot(self, batch: Any, batches: int) -> int:
         """How many draws for each batch bring the error of V below the target."""
@@ -235,8 +220,7 @@ class _VarianceMeter:
 
     def add_batch(self, batch: Any, mean: list[Tensor], draws: int) -> Iterator[int]:
         """Measures one batch, and yields after each draw."""
-        record = None if self.taps is None else self.taps.start()
-        exact = self.gradients.exact(batch, keep_graph=record is not None)
+        exact = self.gradients.exact(batch)
         self.deviations.append(squared_distance([_wide(g) for g in exact], mean))
         self.totals.append([])
         for batches in self.alignments:
@@ -249,14 +233,11 @@ class _VarianceMeter:
             self.layers.setdefault(name, [[] for _ in self.totals[1:]])
         for values in self.layers.values():
             values.append([])
-        self.nodes.start_batch()
         for draw in range(draws):
-            self._add_draw(batch, draw, exact, uses, record)
+            self._add_draw(batch, draw, exact, uses)
             yield draw
 
-    def _add_draw(
-        self, batch: Any, draw: int, exact: list[Tensor], uses: list[str], record: Record | None
-    ) -> None:
+    def _add_draw(self, batch: Any, draw: int, exact: list[Tensor], uses: list[str]) -> None:
         injected = dict.fromkeys(self.layers, 0.0)
         before = exact
         # The first use in forward is the last in backward: from the top of the network down.
@@ -264,7 +245,6 @@ class _VarianceMeter:
             after = self.gradients.sketched(batch, draw, first)
             injected[uses[first]] += visible_distance(after, before)
             before = after
-        sketched_record = None if record is None or self.taps is None else self.taps.start()
         final = self.gradients.sketched(batch, draw)
         injected[uses[0]] += visible_distance(final, before)
         total = visible_distance(final, exact)
@@ -278,9 +258,6 @@ class _VarianceMeter:
         self.remainders[-1].append(total - math.fsum(injected.values()))
         for name, value in injected.items():
             self.layers[name][-1].append(value)
-        if record is not None and sketched_record is not None:
-            self.gradients.switch.back_to_exact()
-            self.nodes.add(record, sketched_record)
 
     def report(self, draws: int, sketches: dict[str, str]) -> VarianceReport:
         layers = tuple(
@@ -298,7 +275,6 @@ class _VarianceMeter:
             relative=variance_ratio(self.totals, self.deviations),
             layers=layers if self.split else (),
             remainder=over_draws(self.remainders) if self.split else None,
-            nodes=self.nodes.result(),
             signal=max(0.0, self.mean_norm - sigma2.value / len(self.deviations)),
             missed={
                 name: over_draws(values)
