@@ -21,10 +21,10 @@ the mean; where it is not, the report is not ``reliable`` and V a lower bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -138,44 +138,36 @@ def measure_variance(
         raise ValueError(f"draws={draws} has no spread; give at least 2, or None to let it choose")
     with restored(model) as buffers:
         gradients = Gradients(model, loss_fn, buffers, seed)
-        return _variance(gradients, batches, draws, split, seconds, progress)
-
-
-def _variance(
-    gradients: Gradients,
-    batches: Sequence[Any],
-    draws: int | None,
-    split: bool,
-    seconds: float,
-    progress: Progress | None,
-) -> VarianceReport:
-    meter = _VarianceMeter(gradients, split)
-    with gradients.switch.installed():
-        start = monotonic()
-        mean = _mean_gradient(gradients, batches)
-        meter.mean_norm = math.fsum(map(squared_norm, mean))
-        count = draws or meter.pilot(batches[0], len(batches))
-        if seconds < math.inf:
-            passes = len(batches) + (0 if draws else PILOT_DRAWS + 1)
-            a_pass = (monotonic() - start) / passes
-            left = seconds - (monotonic() - start)
-            count = meter.within(left / a_pass / len(batches), count)
-        for i, batch in enumerate(batches):
-            for draw in meter.add_batch(batch, mean, count):
-                if progress is not None:
-                    progress((i + (draw + 1) / count) / len(batches))
-    sketches = {name: repr(m.sketch) for m, name in gradients.switch.layers.items()}
-    return meter.report(count, sketches)
+        with gradients.switch.installed():
+            start = monotonic()
+            mean = _mean_gradient(gradients, batches)
+            count = draws or _pilot(gradients, batches)
+            if seconds < math.inf:
+                spent = monotonic() - start
+                a_pass = spent / (len(batches) + (0 if draws else PILOT_DRAWS + 1))
+                # As many draws for each batch as the passes that are left allow.
+                passes = (seconds - spent) / a_pass / len(batches)
+                uses = max(1, len(gradients.switch.uses))
+                split = split and passes >= 2 * uses
+                count = max(2, min(count, int(passes / (uses if split else 1))))
+            deviations: list[float] = []
+            drawn: list[list[_Draw]] = []
+            for batch in batches:
+                exact = gradients.exact(batch)
+                deviations.append(squared_distance([_wide(g) for g in exact], mean))
+                drawn.append([])
+                for number in range(count):
+                    drawn[-1].append(_draw(gradients, batch, number, exact, split))
+                    if progress is not None:
+                        progress((len(drawn) - 1 + (number + 1) / count) / len(batches))
+    return _report(gradients, math.fsum(map(squared_norm, mean)), deviations, drawn, split)
 
 
 def _mean_gradient(gradients: Gradients, batches: Sequence[Any]) -> list[Tensor]:
-    mean: list[Tensor] = []
-    for i, batch in enumerate(batches):
-        exact = [_wide(g) for g in gradients.exact(batch)]
-        if not mean:
-            mean = [torch.zeros_like(g) for g in exact]
-        for total, g in zip(mean, exact, strict=True):
-            total.add_((g - total) / (i + 1))
+    mean = [torch.zeros_like(_wide(p)) for p in gradients.parameters]
+    for batch in batches:
+        for total, g in zip(mean, gradients.exact(batch), strict=True):
+            total.add_(_wide(g) / len(batches))
     return mean
 
 
@@ -183,105 +175,87 @@ def _wide(g: Tensor) -> Tensor:
     return g if g.device.type == "mps" else g.double()
 
 
-class _VarianceMeter:
-    def __init__(self, gradients: Gradients, split: bool) -> None:
-        self.gradients = gradients
-        self.split = split
-        self.mean_norm = 0.0
-        self.deviations: list[float] = []
-        self.totals: list[list[float]] = []
-        self.remainders: list[list[float]] = []
-        self.alignments: list[list[list[float]]] = [[] for _ in gradients.parameters]
-        self.layers: dict[str, list[list[float]]] = {}
+class _Draw(NamedTuple):
+    """One sketched gradient against the exact one of its batch."""
 
-    def pilot(self, batch: Any, batches: int) -> int:
-        """How many draws for each batch bring the error of V below the target."""
-        exact = self.gradients.exact(batch)
-        values, alignments = [], []
-        for draw in range(PILOT_DRAWS):
-            sketched = self.gradients.sketched(batch, -1 - draw)
-            values.append(squared_distance(sketched, exact))
-            alignments.append(alignment(sketched, exact))
-        estimate = over_draws([values])
-        if estimate.value == 0 or not math.isfinite(estimate.value):
-            return 2
-        if any(surprising([of_parameter]) for of_parameter in zip(*alignments, strict=True)):
-            return MAX_DRAWS
-        spread = estimate.draw_error / estimate.value * math.sqrt(PILOT_DRAWS)
-        needed = math.ceil((spread / TARGET_ERROR) ** 2 / batches)
-        return min(MAX_DRAWS, max(PILOT_DRAWS, needed))
+    added: float
+    """‖ĝ - g‖²."""
+    alignments: list[float]
+    injected: dict[str, float]
+    """‖Mₖ - Mₖ₋₁‖² by layer; all of it by the first where it is not split."""
 
-    def within(self, passes: float, draws: int) -> int:
-        """As many draws for each batch as so many ``passes`` over it allow."""
-        uses = len(self.gradients.switch.uses)
-        if self.split and passes / max(1, uses) < 2:
-            self.split = False
-        return max(2, min(draws, int(passes / (max(1, uses) if self.split else 1))))
 
-    def add_batch(self, batch: Any, mean: list[Tensor], draws: int) -> Iterator[int]:
-        """Measures one batch, and yields after each draw."""
-        exact = self.gradients.exact(batch)
-        self.deviations.append(squared_distance([_wide(g) for g in exact], mean))
-        self.totals.append([])
-        for batches in self.alignments:
-            batches.append([])
-        self.remainders.append([])
-        uses = self.gradients.switch.uses
-        if not uses:
-            raise ValueError("loss_fn never called a sketched layer; nothing can be measured")
-        for name in uses:
-            self.layers.setdefault(name, [[] for _ in self.totals[1:]])
-        for values in self.layers.values():
-            values.append([])
-        for draw in range(draws):
-            self._add_draw(batch, draw, exact, uses)
-            yield draw
+def _draw(gradients: Gradients, batch: Any, number: int, exact: list[Tensor], split: bool) -> _Draw:
+    uses = gradients.switch.uses
+    if not uses:
+        raise ValueError("loss_fn never called a sketched layer; nothing can be measured")
+    injected = dict.fromkeys(uses, 0.0)
+    before = exact
+    # The first use in forward is the last in backward: from the top of the network down.
+    for first in reversed(range(len(uses))) if split else (0,):
+        after = gradients.sketched(batch, number, first)
+        injected[uses[first]] += visible_distance(after, before)
+        before = after
+    added = visible_distance(before, exact)
+    if not math.isfinite(added):
+        raise ValueError("a gradient is not finite; the variance of such gradients means nothing")
+    return _Draw(added, alignment(before, exact), injected)
 
-    def _add_draw(self, batch: Any, draw: int, exact: list[Tensor], uses: list[str]) -> None:
-        injected = dict.fromkeys(self.layers, 0.0)
-        before = exact
-        # The first use in forward is the last in backward: from the top of the network down.
-        for first in reversed(range(1, len(uses))) if self.split else ():
-            after = self.gradients.sketched(batch, draw, first)
-            injected[uses[first]] += visible_distance(after, before)
-            before = after
-        final = self.gradients.sketched(batch, draw)
-        injected[uses[0]] += visible_distance(final, before)
-        total = visible_distance(final, exact)
-        if not math.isfinite(total):
-            raise ValueError(
-                "a gradient is not finite; the variance of such gradients means nothing"
-            )
-        self.totals[-1].append(total)
-        for batches, value in zip(self.alignments, alignment(final, exact), strict=True):
-            batches[-1].append(value)
-        self.remainders[-1].append(total - math.fsum(injected.values()))
-        for name, value in injected.items():
-            self.layers[name][-1].append(value)
 
-    def report(self, draws: int, sketches: dict[str, str]) -> VarianceReport:
-        layers = tuple(
+def _pilot(gradients: Gradients, batches: Sequence[Any]) -> int:
+    """How many draws for each batch bring the error of V below the target."""
+    exact = gradients.exact(batches[0])
+    drawn = [_draw(gradients, batches[0], -1 - i, exact, False) for i in range(PILOT_DRAWS)]
+    estimate = over_draws([[draw.added for draw in drawn]])
+    if estimate.value == 0:
+        return 2
+    by_parameter = zip(*(draw.alignments for draw in drawn), strict=True)
+    if any(surprising([values]) for values in by_parameter):
+        return MAX_DRAWS
+    spread = estimate.draw_error / estimate.value * math.sqrt(PILOT_DRAWS)
+    needed = math.ceil((spread / TARGET_ERROR) ** 2 / len(batches))
+    return min(MAX_DRAWS, max(PILOT_DRAWS, needed))
+
+
+def _report(
+    gradients: Gradients,
+    mean_norm: float,
+    deviations: list[float],
+    drawn: list[list[_Draw]],
+    split: bool,
+) -> VarianceReport:
+    def each(read: Callable[[_Draw], float]) -> list[list[float]]:
+        return [[read(draw) for draw in of_batch] for of_batch in drawn]
+
+    sketches = {name: repr(m.sketch) for m, name in gradients.switch.layers.items()}
+    injected = {
+        name: each(lambda draw, name=name: draw.injected.get(name, 0.0))  # type: ignore[misc]
+        for name in dict.fromkeys(name for of_batch in drawn for name in of_batch[0].injected)
+    }
+    alignments = {
+        name: each(lambda draw, i=i: draw.alignments[i])  # type: ignore[misc]
+        for i, name in enumerate(gradients.names)
+    }
+    added = each(lambda draw: draw.added)
+    sigma2 = minibatch_variance(deviations)
+    return VarianceReport(
+        batches=len(drawn),
+        draws=len(drawn[0]),
+        sigma2=sigma2,
+        added=over_draws(added),
+        relative=variance_ratio(added, deviations),
+        layers=tuple(
             LayerVariance(
-                name, sketches[name], over_draws(values), variance_ratio(values, self.deviations)
+                name, sketches[name], over_draws(values), variance_ratio(values, deviations)
             )
-            for name, values in self.layers.items()
-        )
-        sigma2 = minibatch_variance(self.deviations)
-        return VarianceReport(
-            batches=len(self.deviations),
-            draws=draws,
-            sigma2=sigma2,
-            added=over_draws(self.totals),
-            relative=variance_ratio(self.totals, self.deviations),
-            layers=layers if self.split else (),
-            remainder=over_draws(self.remainders) if self.split else None,
-            signal=max(0.0, self.mean_norm - sigma2.value / len(self.deviations)),
-            missed={
-                name: over_draws(values)
-                for name, values in zip(self.gradients.names, self.alignments, strict=True)
-                if surprising(values)
-            },
-        )
+            for name, values in (injected if split else {}).items()
+        ),
+        remainder=over_draws(each(lambda draw: draw.added - math.fsum(draw.injected.values())))
+        if split
+        else None,
+        signal=max(0.0, mean_norm - sigma2.value / len(drawn)),
+        missed={k: over_draws(values) for k, values in alignments.items() if surprising(values)},
+    )
 
 
 def visible_distance(a: list[Tensor], b: list[Tensor]) -> float:
