@@ -464,9 +464,6 @@ def test_flops_of_a_step_equal_the_formulas():
     planning = sum(sp.L1(0.25).cost(size).overhead for size in sizes)
     assert report.flops.overhead == planning
     assert report.flops.sketched_backward == products + planning
-    assert [line.exact for line in report.flops.layers] == exact[:2]
-    formulas = sum(line.sketched for line in report.flops.layers)
-    assert formulas + exact[2] == report.flops.sketched_backward
 
 
 # --- bad input -------------------------------------------------------------------------------

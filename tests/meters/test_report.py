@@ -202,7 +202,7 @@ def test_the_page_is_a_document_for_any_screen(page):
     assert any(attributes.get("name") == "viewport" for _, attributes in parsed.tags)
     assert "prefers-color-scheme: dark" in page
     # A heading for each section, a title for each drawing: what a screen reader says.
-    assert len(parsed.texts["section"]) == len(parsed.texts["h2"]) == 6
+    assert len(parsed.texts["section"]) == len(parsed.texts["h2"]) == 5
     assert all(attributes["role"] == "img" for tag, attributes in parsed.tags if tag == "svg")
 
 

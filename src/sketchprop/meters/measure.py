@@ -143,7 +143,6 @@ class MeasureReport:
             self.figures(),
             self.verdicts(),
             self.noise_by_layer(),
-            self.work_by_layer(),
             self.memory_by_layer(),
         ]
 
@@ -217,20 +216,6 @@ class MeasureReport:
             note += f" Layer {LAYER.write(worst.layer)} brings most, {share:.0f} % of it."
         title = "Where the noise is made: V by the layer that injected it"
         return Table(title, columns, rows, note)
-
-    def work_by_layer(self) -> Table:
-        """Backward FLOPs of each sketched layer."""
-        millions = (Column(title, ".4g", scale=1e-6) for title in ("exact M", "sketched M"))
-        rows = [
-            (line.layer, line.exact, line.sketched, line.sketched / max(1, line.exact))
-            for line in self.flops.layers
-        ]
-        note = (
-            f"The backward pass of the whole model takes {self.flops.kept:.3f} of the exact FLOPs, "
-            f"{amount(self.flops.overhead, 'FLOP')} of them not in products; a step with its "
-            f"forward pass {self.flops.step_ratio:.3f}."
-        )
-        return Table("Work: FLOPs", (LAYER, *millions, Column("ratio", ".3f")), rows, note)
 
     def memory_by_layer(self) -> Table:
         """Bytes saved for backward by each layer that is or could be sketched."""

@@ -79,20 +79,6 @@ def noise_chart(report: MeasureReport) -> Chart:
     return Chart("V/σ² by the layer that injected it", rows, "V/σ²")
 
 
-def work_chart(report: MeasureReport) -> Chart:
-    """Backward FLOPs of each sketched layer."""
-    rows = tuple(
-        Row(
-            LAYER.write(line.layer),
-            ratio(line.sketched / max(1, line.exact)),
-            (Part(line.exact / 1e6, "exact"), Part(line.sketched / 1e6, "sketched")),
-        )
-        for line in report.flops.layers
-    )
-    legend = (("exact", "exact"), ("sketched", "sketched"))
-    return Chart("Backward FLOPs by layer, exact and sketched", rows, "MFLOP", legend=legend)
-
-
 def memory_chart(report: MeasureReport) -> Chart:
     """Bytes saved for backward by each layer that is or could be sketched."""
     rows = []

@@ -43,7 +43,6 @@ def html_report(
     sections = [
         Section(measured.verdicts(), charts.verdict_chart(measured)),
         Section(measured.noise_by_layer(), charts.noise_chart(measured)),
-        Section(measured.work_by_layer(), charts.work_chart(measured)),
         Section(measured.memory_by_layer(), charts.memory_chart(measured)),
         *(
             Section(table, charts.plan_chart(planned), planned.headline().partition("\n")[0])

@@ -27,15 +27,6 @@ from .shapes import recorded_uses
 
 
 @dataclass(frozen=True)
-class LayerFlops:
-    """Backward FLOPs of one layer, by formula."""
-
-    layer: str
-    exact: float
-    sketched: float
-
-
-@dataclass(frozen=True)
 class FlopsReport:
     """FLOPs of one step of a model."""
 
@@ -44,7 +35,6 @@ class FlopsReport:
     sketched_backward: float
     overhead: float
     """The part of the sketched backward that is not matrix products."""
-    layers: tuple[LayerFlops, ...]
 
     @property
     def kept(self) -> float:
@@ -83,12 +73,7 @@ def measure_flops(model: nn.Module, loss_fn: Loss, batch: Any) -> FlopsReport:
             calls = list(uses)
             products = backward(loss)
     overhead = sum(use.overhead_flops for use in calls)
-    totals: dict[str, tuple[float, float]] = {}
-    for use in calls:
-        before = totals.get(use.name, (0.0, 0.0))
-        totals[use.name] = (before[0] + use.exact_flops, before[1] + use.run_flops)
-    lines = tuple(LayerFlops(name, *pair) for name, pair in totals.items())
-    return FlopsReport(forward_flops, exact_backward, products + overhead, overhead, lines)
+    return FlopsReport(forward_flops, exact_backward, products + overhead, overhead)
 
 
 def _count(action: Callable[[], Any]) -> tuple[float, Any]:

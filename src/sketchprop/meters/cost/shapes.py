@@ -35,13 +35,8 @@ class Use:
         return sum(state.cost(size).total for size in self.products)
 
     @property
-    def run_flops(self) -> float:
-        """What this call's backward takes, sketched or not."""
-        return self.sketched_flops(self.layer.sketching) if self.sketched else self.exact_flops
-
-    @property
     def overhead_flops(self) -> float:
-        """The part of it that torch's flop counter does not see."""
+        """What torch's flop counter does not see of this call's backward."""
         if not self.sketched:
             return 0
         return float(sum(self.layer.sketching.cost(size).overhead for size in self.products))
