@@ -145,8 +145,8 @@ def plan(
     loss_fn = loss_fn or _mean_square
     choice = choose(model, sketch, filter_fn)
     layers = {layer: name for name, layer in choice.layers.items()}
-    left = {name: choice.refused.get(name, NOT_TAKEN) for name in choice.layers}
-    left |= dict.fromkeys(choice.taken, "")
+    reasons = {name: choice.refused.get(name, NOT_TAKEN) for name in choice.layers}
+    reasons |= dict.fromkeys(choice.taken, "")
     check_sketchable(model)
     check_real(model)
     with restored(model), exact(model):
@@ -158,9 +158,9 @@ def plan(
         uses = [use for use in uses if use.exact_flops]
         if not uses:
             raise ValueError("no layer that can be sketched takes part in this backward pass")
-        timed = _LayerTimer(sketch, rounds)
+        timer = _LayerTimer(sketch, rounds)
         lines = tuple(
-            _line([use for use in uses if use.name == name], left[name], timed, backward, uses)
+            _line([use for use in uses if use.name == name], reasons[name], timer, backward, uses)
             for name in dict.fromkeys(use.name for use in uses)
         )
     return PlanReport(sketch, backward, lines)
@@ -178,12 +178,12 @@ def _backward_seconds(model: nn.Module, value: Tensor, rounds: int) -> float:
 
 
 def _line(
-    uses: list[Use], reason: str, timed: _LayerTimer, backward: float, everything: list[Use]
+    uses: list[Use], reason: str, timer: _LayerTimer, backward: float, everything: list[Use]
 ) -> LayerPlan:
     """``reason``: why ``sketch_`` does not take it; empty if it does."""
-    layer, sketch = uses[0].layer, timed.sketch
+    layer, sketch = uses[0].layer, timer.sketch
     able = reason in ("", NOT_TAKEN)
-    times, break_even = timed(uses[0], sketched=able)
+    times, break_even = timer.times(uses[0], able)
     largest = max(uses[0].products, key=lambda product: product.n * product.d)
     exact_flops = sum(use.exact_flops for use in uses)
     seconds = times.exact * len(uses)
@@ -219,13 +219,14 @@ class _LayerTimer:
     def __init__(self, sketch: AnySketch, rounds: int) -> None:
         self.sketch = sketch
         self.rounds = rounds
-        self._known: dict[object, tuple[Times, float | None]] = {}
+        self._times: dict[object, tuple[Times, float | None]] = {}
 
-    def __call__(self, use: Use, *, sketched: bool) -> tuple[Times, float | None]:
+    def times(self, use: Use, sketched: bool) -> tuple[Times, float | None]:
+        """Exact and sketched, and the break-even."""
         key = (type(use.layer), use.products, _signature(use), sketched)
-        if key not in self._known:
-            self._known[key] = self._time(use, sketched)
-        return self._known[key]
+        if key not in self._times:
+            self._times[key] = self._time(use, sketched)
+        return self._times[key]
 
     def _time(self, use: Use, sketched: bool) -> tuple[Times, float | None]:
         device = next(use.layer.parameters()).device

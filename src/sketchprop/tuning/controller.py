@@ -11,6 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ..meters.noise.pace import HUGE
+from ..meters.words import plain_data
 from .rule import LADDER, Problem, best, calmed, odds, undrowned
 
 GAIN = 0.02
@@ -86,7 +87,7 @@ class Controller:
     factor: float = 1.0
     """V of the whole network over the sum of the units'."""
     times: list[dict[str, Any]] = field(default_factory=list)
-    """The probes that were timed."""
+    """The probes that were timed, and the ``trials`` of each."""
     stays: int = 0
     """How often in a row the answer was 'exact'."""
 
@@ -116,7 +117,7 @@ class Controller:
             return {"moved": False, "why": ignored}
         trials = self.trial()
         if not self.frozen_times:
-            self.times.append(_timed(probe, trials))
+            self.times.append({**plain_data(probe), "trials": trials})
         self._learn_noise(probe, trials)
         problem = self.problem()
         before = list(self.budgets)
@@ -183,22 +184,23 @@ class Controller:
             lambda: defaultdict(list)
         )
         for timed in self.times:
-            for kind, p, saved in zip(self.kinds, timed["trials"], timed["alone"], strict=True):
-                savings[kind][1 - p].append(saved)
+            for kind, p, alone in zip(self.kinds, timed["trials"], timed["alone"], strict=True):
+                savings[kind][1 - p].append(timed["exact"] - alone)
         fits = {
             kind: _line({u: median(s) for u, s in points.items()})
             for kind, points in savings.items()
         }
         lines = [fits[kind] for kind in self.kinds]
+        together = [timed["exact"] - timed["together"] for timed in self.times]
         ratios = []
-        for timed in self.times:
+        for timed, saved in zip(self.times, together, strict=True):
             pairs = zip(lines, timed["trials"], strict=True)
             expected = math.fsum(c * (1 - p) - h for (c, h), p in pairs)
             if expected > 0:
-                ratios.append(timed["together"] / expected)
+                ratios.append(saved / expected)
         scale = min(LARGEST_SCALE, max(0.0, median(ratios))) if ratios else 1.0
         # A unit alone is timed poorly: where all together are not faster, none is believed to be.
-        if median(timed["together"] for timed in self.times) <= 0:
+        if median(together) <= 0:
             scale = 0.0
         return [c * scale if c > 0 else c for c, _ in lines], [h * scale for _, h in lines]
 
@@ -282,17 +284,6 @@ def check_ladder(ladder: Sequence[float]) -> tuple[float, ...]:
             f"ladder={ladder!r}; give falling kept fractions from 1.0 on, for example {LADDER}"
         )
     return rungs
-
-
-def _timed(probe: Probe, trials: list[float]) -> dict[str, Any]:
-    return {
-        "exact": probe.exact,
-        "elsewhere": probe.elsewhere,
-        "cost": probe.cost,
-        "trials": trials,
-        "alone": [probe.exact - seconds for seconds in probe.alone],
-        "together": probe.exact - probe.together,
-    }
 
 
 def _line(saved: dict[float, float]) -> tuple[float, float]:
