@@ -303,8 +303,8 @@ def measure(
         sketched_memory = saved_bytes(model, loss_fn, batches[0])
         if times is None and rounds:
             least = rounds if minutes is None else min(rounds, 2)
-            left = max(0.0, end - monotonic())
-            times = step_times(model, loss_fn, batches[0], (least, rounds), left)
+            remaining = max(0.0, end - monotonic())
+            times = step_times(model, loss_fn, batches[0], (least, rounds), remaining)
     if times is not None:
         times = times.with_overhead(overhead)
     relative, signal = variance.relative, variance.relative_signal

@@ -235,13 +235,13 @@ class _LayerTimer:
             (alone,) = in_turns(actions, self.rounds, device)
             return compare(alone, alone), None
         shares = [self.sketch.kept(*size[:3]) for size in use.products]
-        kept = sum(shares) / len(shares)
-        budget = 0.5 if kept < 0.4 else 0.1
+        share = sum(shares) / len(shares)
+        budget = 0.5 if share < 0.4 else 0.1
         for s in (self.sketch, self.sketch.with_budget(budget)):
             actions.append(_backward(use, s, device))
         seconds = in_turns(actions, self.rounds, device)
         times, second = (compare(seconds[0], other) for other in seconds[1:])
-        return times, break_even((kept, times.ratio), (budget, second.ratio))
+        return times, break_even((share, times.ratio), (budget, second.ratio))
 
 
 def break_even(first: tuple[float, float], second: tuple[float, float]) -> float:
@@ -300,10 +300,10 @@ def _mean_square(model: nn.Module, batch: Any) -> Tensor:
         output = model(batch)
     if isinstance(output, Mapping):
         output = dict(output)  # the outputs of transformers are no dicts to pytree
-    found = [x for x in torch.utils._pytree.tree_leaves(output) if _differentiable(x)]
-    if not found:
+    tensors = [x for x in torch.utils._pytree.tree_leaves(output) if _differentiable(x)]
+    if not tensors:
         raise ValueError(
             "the model's output has no tensor to start backward from; give a loss: "
             "plan(model, loss_fn, batch) with loss_fn(model, batch)"
         )
-    return torch.stack([x.float().square().mean() for x in found]).sum()
+    return torch.stack([x.float().square().mean() for x in tensors]).sum()

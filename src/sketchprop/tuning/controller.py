@@ -142,8 +142,8 @@ class Controller:
         noise = self.factor * math.fsum(self.noise) / self.total
         time = (probe.together + probe.elsewhere) / (probe.exact + probe.elsewhere)
         said = {"change": time * (1 + noise), "noise": noise, "time": time, "added": probe.added}
-        known = {} if math.isnan(probe.sigma2) else {"sigma2": probe.sigma2}
-        return {"moved": False, "why": "frozen", **said, **known}
+        sigma2 = {} if math.isnan(probe.sigma2) else {"sigma2": probe.sigma2}
+        return {"moved": False, "why": "frozen", **said, **sigma2}
 
     def wait(self, share: float) -> int:
         """Steps until the next probe, so that probes take at most ``share`` of the time."""

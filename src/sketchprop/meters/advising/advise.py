@@ -149,9 +149,9 @@ def _tried(
     """Each candidate measured; the first, the most promising, at the cost of the last."""
     options: list[Option] = []
     for i, candidate in enumerate(tried):
-        left = end - monotonic() - FOR_HALF * meter.a_pass
-        share = max(left / (len(tried) - i), LEAST_PASSES * meter.a_pass)
-        options.append(meter.measured(candidate, min(share, left)))
+        remaining = end - monotonic() - FOR_HALF * meter.a_pass
+        share = max(remaining / (len(tried) - i), LEAST_PASSES * meter.a_pass)
+        options.append(meter.measured(candidate, min(share, remaining)))
         if progress is not None:
             progress((i + 1) / (len(tried) + 1))
     return options

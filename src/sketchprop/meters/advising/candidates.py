@@ -63,24 +63,24 @@ def candidates(model: nn.Module, live: float) -> tuple[list[Candidate], list[str
     share = live if live < 1 - FEW_ZEROS else 1.0
     free = [Candidate(Rows(1.0, by="nonzero"))] if share < 1 else []
     # Nothing is surer than what adds no noise.
-    found = [*free] if share <= MANY_ZEROS else []
+    fitting = [*free] if share <= MANY_ZEROS else []
     if blocks_of(model):
         # Where most rows are zero, all others can be kept for little.
         budgets = (0.3, 0.5, 0.2) if share > MANY_ZEROS else (1.1, 0.6, 0.3)
-        found += [Candidate(Tokens(round(p * share, 3))) for p in budgets]
-    found += [] if share <= MANY_ZEROS else free
+        fitting += [Candidate(Tokens(round(p * share, 3))) for p in budgets]
+    fitting += [] if share <= MANY_ZEROS else free
     rows = round(0.3 * share, 3)
-    found += [Candidate(Rows(rows)), Candidate(Rows(0.3, unit="sample"), everywhere=True)]
-    found.append(Candidate(L1(0.3)))
-    kept: list[Candidate] = []
-    told: dict[str, str] = {}
-    for candidate in found:
+    fitting += [Candidate(Rows(rows)), Candidate(Rows(0.3, unit="sample"), everywhere=True)]
+    fitting.append(Candidate(L1(0.3)))
+    harmless: list[Candidate] = []
+    warnings: dict[str, str] = {}
+    for candidate in fitting:
         harm = [finding for finding in candidate.findings(model) if finding.level == "harm"]
         for finding in harm:
-            told.setdefault(finding.name, f"{finding}. Such sketches were not tried")
+            warnings.setdefault(finding.name, f"{finding}. Such sketches were not tried")
         if not harm:
-            kept.append(candidate)
-    return kept, list(told.values())
+            harmless.append(candidate)
+    return harmless, list(warnings.values())
 
 
 def wasted(candidate: Candidate, model: nn.Module) -> list[str]:

@@ -82,11 +82,11 @@ class Meter:
         mean = [torch.zeros_like(p) for p in self.parameters]
         for batch, weight in zip(self.batches, self.weights, strict=True):
             seed_generators(self.device, self.seed)
-            found = one_pass(self.loss_fn, self.model, batch, self.parameters)
-            for total, g in zip(mean, found, strict=True):
+            gradient = one_pass(self.loss_fn, self.model, batch, self.parameters)
+            for total, g in zip(mean, gradient, strict=True):
                 if g is not None:
                     total.add_(math.sqrt(weight) * g / len(self.batches))
-            squares.append([0.0 if g is None else weight * squared_norm(g) for g in found])
+            squares.append([0.0 if g is None else weight * squared_norm(g) for g in gradient])
         return squares, list(map(squared_norm, mean))
 
     def pace_of(self, count: int) -> Pace:
@@ -131,13 +131,13 @@ class Meter:
             draws, count = self._draws(buffers, seconds / self.a_pass)
             buffers.restore()
             saved = saved_bytes(self.model, self.loss_fn, self.batches[0]).total
-            left = seconds - (monotonic() - begin)
+            remaining = seconds - (monotonic() - begin)
             times = _times_of(draws)
             passes = len(draws) + times.rounds + 1
             self.a_pass = (monotonic() - begin) / passes  # a machine may get busier on the way
-            if left > FOR_TIMES * self.a_pass:
+            if remaining > FOR_TIMES * self.a_pass:
                 rounds = (2, MOST_ROUNDS)
-                times = step_times(self.model, self.loss_fn, self.batches[0], rounds, left)
+                times = step_times(self.model, self.loss_fn, self.batches[0], rounds, remaining)
             times = times.with_overhead(self.elsewhere)
         pace = self.pace_of(count)
         by_parameter = zip(*(draw.noise for draw in draws), strict=True)

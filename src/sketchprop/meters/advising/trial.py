@@ -102,8 +102,8 @@ class Trial:
         for way in self.ways:
             if way.name == name:
                 return way
-        known = ", ".join(repr(way.name) for way in self.ways)
-        raise KeyError(f"{name!r} was not tried; there are {known}")
+        names = ", ".join(repr(way.name) for way in self.ways)
+        raise KeyError(f"{name!r} was not tried; there are {names}")
 
     @property
     def ahead(self) -> str:
@@ -298,11 +298,11 @@ class _Stream:
     def _draw(self) -> bool:
         """One more; False if there is none, or a source without an end seems to begin anew."""
         for _, batch in zip(range(10 * len(self._seen)), self._source, strict=False):
-            found = contents(batch)
-            if found.whole not in self._seen and self._apart.isdisjoint(found.samples):
-                self._seen.add(found.whole)
+            inside = contents(batch)
+            if inside.whole not in self._seen and self._apart.isdisjoint(inside.samples):
+                self._seen.add(inside.whole)
                 self._drawn.append(batch)
-                self._room -= found.nbytes
+                self._room -= inside.nbytes
                 return True
         if not self._drawn:
             raise ValueError(
@@ -446,8 +446,8 @@ def _check_training(model: nn.Module, optimizer: Any, repeats: int) -> None:
             f"optimizer={optimizer!r} is no optimizer; give the one that trains the model, for "
             "example torch.optim.AdamW(model.parameters(), lr=1e-3)"
         )
-    known = set(model.parameters())
-    if any(p not in known for group in optimizer.param_groups for p in group["params"]):
+    parameters = set(model.parameters())
+    if any(p not in parameters for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "the optimizer holds parameters that are not the model's: a trial copies both; give "
             "one over model.parameters()"

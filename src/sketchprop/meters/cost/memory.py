@@ -111,10 +111,10 @@ class _Ledger:
         total = sum(size(key) for key, savers in self._savers.items() if _BATCH not in savers)
         lines = []
         for name in names:
-            own = [key for key, savers in self._savers.items() if name in savers]
-            shared = sum(size(key) for key in own if len(self._savers[key]) > 1)
-            holders = {saver for key in own for saver in self._savers[key]} - {name}
-            lines.append(LayerBytes(name, sum(map(size, own)), shared, tuple(sorted(holders))))
+            keys = [key for key, savers in self._savers.items() if name in savers]
+            shared = sum(size(key) for key in keys if len(self._savers[key]) > 1)
+            holders = {saver for key in keys for saver in self._savers[key]} - {name}
+            lines.append(LayerBytes(name, sum(map(size, keys)), shared, tuple(sorted(holders))))
         return MemoryReport(total, tuple(lines))
 
 

@@ -29,8 +29,8 @@ class Estimate:
         return {name: finite(x) for name, x in numbers.items()}
 
     def __str__(self) -> str:
-        known = math.isfinite(self.error)
-        return f"{self.value:.3g} ± {self.error:.2g}" if known else f"{self.value:.3g} ± ?"
+        finite_error = math.isfinite(self.error)
+        return f"{self.value:.3g} ± {self.error:.2g}" if finite_error else f"{self.value:.3g} ± ?"
 
 
 def over_draws(values: Sequence[Sequence[float]]) -> Estimate:

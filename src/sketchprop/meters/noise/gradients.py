@@ -75,15 +75,15 @@ class Switch:
     def _index(self, module: nn.Module) -> int:
         call = self._calls[module]
         self._calls[module] += 1
-        known = self._uses[module]
-        if self._recording and call == len(known):
-            known.append(sum(map(len, self._uses.values())))
-        if call < len(known):
-            return known[call]
-        if len(known) == 1:
-            return known[0]  # activation checkpointing runs the layer again in backward
+        uses = self._uses[module]
+        if self._recording and call == len(uses):
+            uses.append(sum(map(len, self._uses.values())))
+        if call < len(uses):
+            return uses[call]
+        if len(uses) == 1:
+            return uses[0]  # activation checkpointing runs the layer again in backward
         raise RuntimeError(
-            f"{self.layers[module]!r} was called {call + 1} times, and {len(known)} times in the "
+            f"{self.layers[module]!r} was called {call + 1} times, and {len(uses)} times in the "
             "exact pass over the same batch. If it is used several times under activation "
             "checkpointing, measure without checkpointing: the gradients are the same"
         )
@@ -98,8 +98,8 @@ class Switch:
     def _leave(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         before, after = self._before.pop(), random_state(_device(module))
         # ``_calls`` moved on in _enter: this use is the last one that was counted.
-        known = self._uses[module]
-        index = known[min(self._calls[module], len(known)) - 1]
+        uses = self._uses[module]
+        index = uses[min(self._calls[module], len(uses)) - 1]
         if self._exact:
             if self._recording and not torch.equal(before, after):
                 self._own_randomness[index] = after
