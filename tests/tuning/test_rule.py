@@ -16,7 +16,7 @@ REST, SLOPES, NOISE = 1.0, (0.8, 0.5, 0.4, 0.3), (0.01, 0.0025, 0.05, 0.2)
 
 def probed(truth, controller, jitter=None, overhead=0.3):
     """What a probe would find on ``truth``; ``jitter`` multiplies each number by up to ±10 %."""
-    trial = controller.trial()
+    trial = controller.probe_rungs()
     n = len(trial)
     ones = [1.0] * n
 

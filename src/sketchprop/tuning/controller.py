@@ -34,7 +34,7 @@ LARGEST_WAIT = 6
 
 @dataclass(frozen=True)
 class Probe:
-    """What one look at training found, at the budgets of ``Controller.trial``."""
+    """What one look at training found, at the budgets of ``Controller.probe_rungs``."""
 
     exact: float
     """Seconds of an exact pass."""
@@ -79,15 +79,15 @@ class Controller:
     ladder: tuple[float, ...] = LADDER
     power: float = 1.0
     total: float = 0.0
-    trials: list[float] = field(default_factory=list)
+    noise_rungs: list[float] = field(default_factory=list)
     """The budgets at which ``noise`` was seen."""
     noise: list[float] = field(default_factory=list)
     together: float = 0.0
-    """V of all units at ``trials``, not averaged."""
+    """V of all units at ``noise_rungs``, not averaged."""
     factor: float = 1.0
     """V of the whole network over the sum of the units'."""
     times: list[dict[str, Any]] = field(default_factory=list)
-    """The probes that were timed, and the ``trials`` of each."""
+    """The probes that were timed, each with its ``rungs``."""
     stays: int = 0
     """How often in a row the answer was 'exact'."""
 
@@ -99,7 +99,7 @@ class Controller:
     def exact(self) -> bool:
         return all(p == 1 for p in self.budgets)
 
-    def trial(self) -> list[float]:
+    def probe_rungs(self) -> list[float]:
         """The budgets to probe at: those in force; where it is exact, two and four rungs down.
 
         In turns, from unit to unit and from probe to probe: at one budget alone a sketch that
@@ -115,10 +115,10 @@ class Controller:
         ignored = probe.ignored(timed=not self.frozen_times)
         if ignored:
             return {"moved": False, "why": ignored}
-        trials = self.trial()
+        rungs = self.probe_rungs()
         if not self.frozen_times:
-            self.times.append({**plain_data(probe), "trials": trials})
-        self._learn_noise(probe, trials)
+            self.times.append({**plain_data(probe), "rungs": rungs})
+        self._learn_noise(probe, rungs)
         problem = self.problem()
         before = list(self.budgets)
         self.budgets, why = self._target(problem)
@@ -138,7 +138,7 @@ class Controller:
         ignored = probe.ignored(timed=True)
         if ignored:
             return {"moved": False, "why": ignored}
-        self._learn_noise(probe, self.trial())
+        self._learn_noise(probe, self.probe_rungs())
         noise = self.factor * math.fsum(self.noise) / self.total
         time = (probe.together + probe.elsewhere) / (probe.exact + probe.elsewhere)
         said = {"change": time * (1 + noise), "noise": noise, "time": time, "added": probe.added}
@@ -168,7 +168,7 @@ class Controller:
         whole = median(t["exact"] + t["elsewhere"] for t in self.times)
         a = [
             self.factor * v / self.total / odds(p) ** self.power
-            for v, p in zip(self.noise, self.trials, strict=True)
+            for v, p in zip(self.noise, self.noise_rungs, strict=True)
         ]
         # By chance a line may save more than there is.
         most = math.fsum(c for c in slopes if c > 0)
@@ -184,7 +184,7 @@ class Controller:
             lambda: defaultdict(list)
         )
         for timed in self.times:
-            for kind, p, alone in zip(self.kinds, timed["trials"], timed["alone"], strict=True):
+            for kind, p, alone in zip(self.kinds, timed["rungs"], timed["alone"], strict=True):
                 savings[kind][1 - p].append(timed["exact"] - alone)
         fits = {
             kind: _line({u: median(s) for u, s in points.items()})
@@ -194,7 +194,7 @@ class Controller:
         together = [timed["exact"] - timed["together"] for timed in self.times]
         ratios = []
         for timed, saved in zip(self.times, together, strict=True):
-            pairs = zip(lines, timed["trials"], strict=True)
+            pairs = zip(lines, timed["rungs"], strict=True)
             expected = math.fsum(c * (1 - p) - h for (c, h), p in pairs)
             if expected > 0:
                 ratios.append(saved / expected)
@@ -204,34 +204,34 @@ class Controller:
             scale = 0.0
         return [c * scale if c > 0 else c for c, _ in lines], [h * scale for _, h in lines]
 
-    def _learn_noise(self, probe: Probe, trials: list[float]) -> None:
-        if not self.trials:
+    def _learn_noise(self, probe: Probe, rungs: list[float]) -> None:
+        if not self.noise_rungs:
             self.total, self.noise = probe.total, list(probe.noise)
         else:
-            self._learn_power(probe, trials)
+            self._learn_power(probe, rungs)
             # A batch with a huge gradient, now or before, counts as a few usual ones.
             old = min(1.0, HUGE * probe.total / self.total) / 2
             new = min(1.0, HUGE * self.total / probe.total) / 2
             self.total = old * self.total + new * probe.total
             moved = [
                 v * (odds(q) / odds(p)) ** self.power
-                for v, q, p in zip(self.noise, trials, self.trials, strict=True)
+                for v, q, p in zip(self.noise, rungs, self.noise_rungs, strict=True)
             ]
             self.noise = [old * v + new * w for v, w in zip(moved, probe.noise, strict=True)]
-        self.trials = trials
+        self.noise_rungs = rungs
         self.together = probe.noise_together
         alone = math.fsum(probe.noise)
         if alone > 0:
             self.factor = probe.noise_together / alone
 
-    def _learn_power(self, probe: Probe, trials: list[float]) -> None:
+    def _learn_power(self, probe: Probe, rungs: list[float]) -> None:
         """γ from V of the whole network at the budgets of this probe and of the one before."""
         alone = math.fsum(self.noise)
         if not (alone > 0 and self.together > 0 and probe.noise_together > 0):
             return
         expected = math.fsum(
             v / alone * odds(new) / odds(old)
-            for v, new, old in zip(self.noise, trials, self.trials, strict=True)
+            for v, new, old in zip(self.noise, rungs, self.noise_rungs, strict=True)
         )
         if abs(math.log(expected)) > 0.3:
             seen = math.log(probe.noise_together / self.together) / math.log(expected)

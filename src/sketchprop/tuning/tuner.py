@@ -207,8 +207,8 @@ class Tuner:
         return entry
 
     def _probe(self, batch: Any, start: float) -> Probe:
-        trial = self.controller.trial()
-        units = range(len(trial)) if len(trial) > 1 else ()
+        rungs = self.controller.probe_rungs()
+        units = range(len(rungs)) if len(rungs) > 1 else ()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         with restored(self.model) as buffers, no_gradient_hooks(parameters):
             gradients = Gradients(self.model, self.loss_fn, buffers, seed=self.step)
@@ -229,9 +229,9 @@ class Tuner:
                 first, plain = exact()
                 sigma2 = math.nan if self._before is None else squared_distance(other, plain) / 2
                 del other
-                together = sketched(trial)
+                together = sketched(rungs)
                 alone = [
-                    sketched([p if k == i else 1.0 for k, p in enumerate(trial)]) for i in units
+                    sketched([p if k == i else 1.0 for k, p in enumerate(rungs)]) for i in units
                 ] or [together]
                 last, _ = exact()
             # Budgets in force come back with the sketches, which ``restored`` keeps.
@@ -239,7 +239,7 @@ class Tuner:
         # The faster of two: what disturbs a pass makes it slower, and a sketch must not win by it.
         seconds = min(first, last)
         step = median(self._intervals) if self._intervals else seconds
-        now = zip(self.controller.budgets, trial, alone, strict=True)
+        now = zip(self.controller.budgets, rungs, alone, strict=True)
         # What the steps saved that were timed from call to call, as far as this probe can tell.
         saved = math.fsum((seconds - t) * (1 - p) / (1 - q) for p, q, (t, _) in now if seconds > t)
         return Probe(
