@@ -5,15 +5,13 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from sketchprop.cli.specs import UsageError, parse_sketch
+from sketchprop.cli.expressions import UsageError, parse_sketch
 from sketchprop.sketches import AnySketch, Sketch
 
 from .lab import ExperimentError
 
 BUDGET = "{p}"
 EXACT = "exact"
-SAMPLED = "sampled_backward("
-"""Starts the expression of a run whose samples are drawn outside of the layers."""
 BATCH = "batch("
 """Starts the expression of a run that is exact, on a smaller batch."""
 PLACES = ("all", "first", "last")
@@ -57,8 +55,7 @@ COLOURS = {
     "element": (156, 39, 176), "sample": (0, 188, 212), "uniform": (120, 144, 156),
     "l1": (230, 81, 0), "l2": (0, 150, 136), "var": (255, 193, 7), "ds": (27, 94, 32),
     "gsv": (63, 81, 181), "rcs": (233, 30, 99), "control columns": (93, 64, 55),
-    "control samples": (33, 33, 33), "rows": (121, 85, 201), "sampled": (255, 87, 34),
-    "baseline": (0, 0, 0),
+    "control samples": (33, 33, 33), "rows": (121, 85, 201), "baseline": (0, 0, 0),
 }  # fmt: skip
 """The paper's colours (RGB), and more for what it lacks."""
 
@@ -114,8 +111,6 @@ _METHODS = (
            "control samples", _EVERY, ":", sketched="last", control=True),
     # Not in the paper: rows of G by ‖g_b‖; those that the last layer keeps are kept by all.
     Method("rows", "rows by importance", "Rows({p}, exact_bias=False)", "rows", (_B, _S), "-."),
-    # In no figure of the paper's study: the whole backward on samples drawn at the output.
-    Method("sampled", "sampled_backward", f"{SAMPLED}{{p}})", "sampled", (), "-."),
     Method(EXACT, "baseline", "", "baseline", (*_EVERY, _R)),
     # The library's sketches as they are by default, peers and controls.
     Method("batch", "batch", f"{BATCH}{{p}})", "sample"),
@@ -148,7 +143,7 @@ def find_method(name: str) -> Method:
 
 def make_sketch(expression: str) -> AnySketch | None:
     """The sketch of a run's layers; ``None`` for exact ones."""
-    if not expression or expression.startswith((SAMPLED, BATCH)):
+    if not expression or expression.startswith(BATCH):
         return None
     for stored, today in RENAMED.items():
         expression = expression.replace(stored, today)
@@ -167,10 +162,10 @@ def layer_sketch(expression: str) -> Sketch | None:
     return sketch
 
 
-def share_of(expression: str, kind: str) -> float:
-    """The budget of ``sampled_backward`` or of a smaller batch; 0 for any other expression.
+def share_of(expression: str) -> float:
+    """The budget of a smaller batch; 0 for any other expression.
 
-    >>> share_of("sampled_backward(0.3)", SAMPLED), share_of("L1(0.3)", SAMPLED)
+    >>> share_of("batch(0.3)"), share_of("L1(0.3)")
     (0.3, 0.0)
     """
-    return float(expression.removeprefix(kind)[:-1]) if expression.startswith(kind) else 0.0
+    return float(expression.removeprefix(BATCH)[:-1]) if expression.startswith(BATCH) else 0.0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sketchprop as sp
 from sketchprop.layers import select
 
-from ..methods import BATCH, SAMPLED, make_sketch, share_of
+from ..methods import make_sketch, share_of
 from .checkpoints import FOLDER, Checkpoint, State
 from .trainer import (
     Batch,
@@ -68,7 +68,7 @@ class Problem:
 
     def size(self, sketch: str) -> int:
         """Of a batch: 'batch(p)' is as costly as rows at p, a forward and two products at p."""
-        p = share_of(sketch, BATCH)
+        p = share_of(sketch)
         return max(1, round((1 + 2 * p) / 3 * self.batch_size)) if p else self.batch_size
 
     def step_flops(self, sketch: str = "", layers: str = "all") -> float:
@@ -76,7 +76,7 @@ class Problem:
             torch.manual_seed(0)
             batch = self.draw(generator("flops", 0), self.size(sketch))
             model = self.prepared(sketch, layers)
-            return step_flops(model, self.loss, batch, share_of(sketch, SAMPLED))
+            return step_flops(model, self.loss, batch)
 
     def trainer(
         self,
@@ -113,7 +113,6 @@ class Problem:
             seed,
             marks,
             loss=self.loss,
-            sampled=share_of(sketch, SAMPLED),
             control=control,
             worst=self.worst,
         )

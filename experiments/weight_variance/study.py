@@ -36,9 +36,9 @@ from ..lab.trainer import generator
 from ..methods import METHODS, make_sketch
 from ..peers import wta_probabilities
 from ..problems import linear_layers, masked_bytes, small_vit
-from ..variance.study import RATE, VARIANCE
 
 CHUNK = 512
+RATE = 5e-4
 OURS = "systematic"
 LABELS = {
     OURS: 'Rows("gradient_input")',
@@ -137,7 +137,7 @@ class WeightVarianceStudy(MeasuredStudy):
         rows: list[dict[str, Any]] = read_json(stored)["rows"] if stored.is_file() else []
         done = {(row["model"], row["step"]) for row in rows}
         # The ViT's trajectory is the one on which V/σ² is measured.
-        shared = Path(options.trajectory or options.out or VARIANCE.out)
+        shared = Path(options.trajectory or options.out or "docs/results/rows-variance")
         for make, folder in ((masked_bytes, out), (small_vit, shared)):
             problem = make(settings.size == "small")
             for step, model in trajectory(problem, settings.steps, RATE, folder):

@@ -29,7 +29,6 @@ from .layers.transform import exact, sketch_, unsketch_
 from .layers.validate import Finding, validate
 from .meters import advise, check_unbiased, measure, plan, trial
 from .ops import branch, gate, kept_attention, sketched_conv, sketched_linear
-from .sampled.loss import sampled_backward, sampled_loss
 from .sketches import (
     L1,
     L2,
@@ -45,7 +44,6 @@ from .sketches import (
     RankConstrained,
     Rows,
     RowSketch,
-    RunningNorms,
     SampleMask,
     Sketch,
     Split,
@@ -72,7 +70,6 @@ __all__ = [
     "RankConstrained",
     "RowSketch",
     "Rows",
-    "RunningNorms",
     "SampleMask",
     "Sketch",
     "SketchedLinear",
@@ -97,8 +94,6 @@ __all__ = [
     "plan",
     "sample_fixed",
     "sample_independent",
-    "sampled_backward",
-    "sampled_loss",
     "select",
     "set_budget_",
     "sketch_",

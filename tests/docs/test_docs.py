@@ -75,7 +75,6 @@ def _has_every_page_and_every_public_name(site):
         ]
     for trainer in ("transformers", "lightning"):
         public.append(f"sketchprop.integrations.{trainer}.SketchCallback")
-    public.append("sketchprop.integrations.transformers.SampledTrainer")
     assert not [name for name in public if name not in ids]
     for page in pages():
         if page.is_relative_to(DOCS):

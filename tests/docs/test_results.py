@@ -14,8 +14,6 @@ COMMANDS = {
     "cifar-vit-cpu": ["cifar", "--model", "vit"],
     "cifar-bagnet17-cpu": ["cifar", "--model", "bagnet17"],
     "rcs-cpu": ["rcs"],
-    "rows-mnist": ["rows-mnist"],
-    "rows-variance": ["variance"],
     "rows-weight-variance": ["weight-variance"],
     "advise": ["advise"],
     "pay": ["pay"],
@@ -25,6 +23,8 @@ COMMANDS = {
     "tokens-noise/vit": ["noise", "--task", "vit"],
     "tokens-noise/yields": ["noise", "--task", "yields"],
 }
+ARCHIVED = {"rows-mnist", "rows-variance"}
+"""Pages whose studies are gone: they stay as they were."""
 
 
 @pytest.mark.parametrize("folder", COMMANDS)
@@ -50,4 +50,4 @@ def test_a_page_is_drawn_from_its_numbers(folder, tmp_path, capsys):
 def test_every_folder_of_results_has_its_command():
     results = DOCS / "results"
     folders = {path.parent.relative_to(results).as_posix() for path in results.rglob("README.md")}
-    assert folders == set(COMMANDS)
+    assert folders == set(COMMANDS) | ARCHIVED

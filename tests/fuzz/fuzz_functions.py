@@ -17,7 +17,7 @@ from fuzz_base import Nothing, by_shape, drawing, filled, holds, mean, pick, sam
 from fuzz_layers import TOLERANCE, gradient_like, laid_out, same_kinds, see_what_is_not_finite
 from sketchprop.ops.kept import kept_count
 
-KINDS = ("branch", "branch", "attention", "attention", "gate", "stack", "sampled")
+KINDS = ("branch", "branch", "attention", "attention", "gate", "stack")
 WIDTH = 4
 _ONE_COLUMN = sp.L1(1)
 
@@ -231,25 +231,6 @@ class Function:
 
         return sketched, exact, leaves, False
 
-    def _sampled(self) -> Any:
-        N, T, _ = self.sizes
-        if N == 0 or self.device == "meta":
-            raise Nothing("no samples")
-        modules = [parts(name, 0.0) for name in self.parts]
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *modules).to(self.dtype)
-        x = self._input(N, T, WIDTH)
-        target = torch.randn(N, T, WIDTH).to(self.dtype)
-        budget = 0.5 if self.budget == "nonzero" else self.budget
-        leaves = [t for t in (x, *model.parameters()) if t.requires_grad]
-
-        def exact() -> Tensor:
-            return F.mse_loss(model(x), target)
-
-        def sketched() -> Tensor:
-            return sp.sampled_loss(model, F.mse_loss, x, target, budget)
-
-        return sketched, exact, leaves, budget == 1.0 and isinstance(budget, float)
-
     # --- the laws ---
 
     @property
@@ -296,11 +277,8 @@ class Function:
             if G.numel():
                 bad = torch.ones_like(G).contiguous()
                 bad.view(-1)[self.seed % bad.numel()] = float("nan")
-                if self.kind != "sampled":
-                    exact_bad = torch.autograd.grad(
-                        self._run(exact), leaves, bad, allow_unused=True
-                    )
-                    see_what_is_not_finite(gradients(bad), exact_bad)
+                exact_bad = torch.autograd.grad(self._run(exact), leaves, bad, allow_unused=True)
+                see_what_is_not_finite(gradients(bad), exact_bad)
         if self.dtype == torch.float64 and not self.autocast:
             found = mean(lambda: filled(gradients(), leaves))
             if found is not None:
