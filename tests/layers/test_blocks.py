@@ -387,14 +387,11 @@ def test_meters_split_noise_by_block() -> None:
     report = sp.measure(model, loss, data, sketch=Tokens(0.3), draws=4, rounds=0)
     assert [line.layer for line in report.variance.layers] == ["blocks.0", "blocks.1"]
     assert 0.3 < report.flops.kept < 0.8
-    for node in report.nodes:
-        assert node.samples.total.value > 0
     plan = sp.plan(model, loss, data[0], sketch=Tokens(0.3), rounds=1)
     assert [line.layer for line in plan.layers] == ["embed", "blocks.0", "blocks.1", "head"]
-    monitor = sp.Monitor(sp.sketch_(model, Tokens(0.3)), loss, every=2)
-    numbers = [monitor(each) for each in data][-1]
-    assert numbers is not None
-    assert numbers["kept_flops"] < 0.8
+    tuner = sp.Tuner(sp.sketch_(model, Tokens(0.3)), loss, share=1.0, frozen=True)
+    (entry,) = filter(None, map(tuner, data * 2))
+    assert entry["added"] > 0
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
