@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sketchprop.core import importance
-from sketchprop.core.checks import wide_dtype
 from sketchprop.core.compact import (
     KeptRows,
     OfRows,
@@ -20,6 +19,7 @@ from sketchprop.core.compact import (
     take_rows,
 )
 from sketchprop.core.cost import Cost, Size
+from sketchprop.core.probabilities import wide_dtype
 from sketchprop.core.sampling import Uniforms, draw_uniforms
 from sketchprop.core.vjp import Vjp
 from sketchprop.sketches import Rows, RowSketch
