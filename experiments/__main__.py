@@ -6,8 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sketchprop.data import DataError
-
 from .advise.study import ADVISE
 from .cifar.study import STUDIES
 from .lab import ExperimentError
@@ -27,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
         return code
-    except (ExperimentError, DataError) as error:
+    except ExperimentError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     except KeyboardInterrupt:

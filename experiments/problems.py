@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sketchprop import data
 from sketchprop.zoo import Bert, ViT, mlp
 
+from . import data
 from .lab import ExperimentError
 from .lab.problem import Problem
 from .lab.trainer import Batch, generator
@@ -39,6 +39,24 @@ def in_blocks(module: nn.Module, name: str) -> bool:
 def hidden(module: nn.Module, name: str) -> bool:
     """Every linear layer but the one with ten outputs."""
     return getattr(module, "out_features", 0) != 10
+
+
+class Endless:
+    """Batches of 128 digits, as ``sketchprop measure`` takes them."""
+
+    def __init__(self) -> None:
+        images, self.labels = data.mnist()
+        self.rows = data.normalised(images)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            chosen = torch.randint(len(self.labels), (128,))
+            yield self.rows[chosen], self.labels[chosen]
+
+
+def mnist_mlp() -> tuple[nn.Module, Callable[[nn.Module, Batch], Tensor], Endless]:
+    """The paper's MLP: ``sketchprop measure --model experiments.problems:mnist_mlp``."""
+    return mlp(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), Endless()
 
 
 def drawer(x: Tensor, y: Tensor, ready: Callable[[Tensor], Tensor]) -> Callable[..., Batch]:

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import sqlite3
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,7 @@ def write_file(path: Path, content: bytes) -> Path:
     """Whole or not at all: under another name first."""
     with explained(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+        partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
         try:
             with partial.open("wb") as file:
                 file.write(content)

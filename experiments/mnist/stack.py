@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sketchprop as sp
-from sketchprop import data
 from sketchprop.core.sampling import Atoms, draw_uniforms, sample_independent
 from sketchprop.core.vjp import Vjp
 from sketchprop.sketches import Sketch
 
+from .. import data
 from ..lab.pictures import Parts, split
 from ..lab.sweep import Run
 from ..lab.trainer import generator

@@ -16,9 +16,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
+from experiments import data
 from experiments.__main__ import main
 from experiments.cifar import model as cifar
 from experiments.cifar import study as cifar_study
+from experiments.cifar.bagnet import BagNet
 from experiments.cifar.study import STUDIES
 from experiments.lab import ExperimentError
 from experiments.lab.layers import captured
@@ -29,9 +31,9 @@ from experiments.methods import METHODS, make_sketch
 from experiments.rcs import bias
 from experiments.rcs import study as rcs_study
 from experiments.rcs.study import RCS
-from sketchprop import data
 from sketchprop.layers import SketchedModule
 from sketchprop.meters import expected_gradients
+from sketchprop.zoo import ViT
 
 ROOT = Path(cifar.__file__).parents[2]
 VIT, BAGNET = STUDIES["vit"], STUDIES["bagnet17"]
@@ -110,7 +112,7 @@ def test_the_sample_control_is_a_smaller_minibatch():
 def test_a_split_keeps_validation_apart(monkeypatch):
     numbers = torch.arange(200)
     images = numbers.view(-1, 1, 1, 1).expand(-1, 3, 4, 4).to(torch.uint8)
-    monkeypatch.setattr(cifar.data, "cifar10", lambda train: data.Labelled(images, numbers))
+    monkeypatch.setattr(cifar, "cifar10", lambda train: data.Labelled(images, numbers))
     cifar.load.cache_clear()
     try:
         found = cifar.load(100, 40, 30)
@@ -421,3 +423,38 @@ def test_the_price_of_a_run_is_counted_from_its_model():
     forward = cifar._forward_flops(cell.model, cell.size)
     # Attention has several implementations, and not all of them are counted.
     assert forward == pytest.approx(counter.get_total_flops(), rel=0.2)
+
+
+def count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def seen(model, size):
+    """The rectangle of pixels that one output position depends on, by autograd."""
+    model.eval()
+    x = torch.randn(1, 3, size, size, requires_grad=True)
+    features = model.stages(model.norm(model.conv(model.project(x))).relu())
+    middle = features.shape[-1] // 2
+    features[0, :, middle, middle].sum().backward()
+    touched = x.grad[0].abs().sum(0) > 0
+    return int(touched.any(1).sum()), int(touched.any(0).sum())
+
+
+def test_bagnet_is_the_published_one():
+    """Its parameters, and 16 blocks of three convolutions, 4 shortcuts and two in the stem."""
+    with torch.device("meta"):
+        assert count(BagNet(classes=1000)) == 16_213_032
+        convolutions = [m for m in BagNet().modules() if isinstance(m, nn.Conv2d)]
+    kernels = [m.kernel_size[0] for m in convolutions]
+    assert (kernels.count(1), kernels.count(3), kernels[:2]) == (50, 4, [1, 3])
+    torch.manual_seed(0)
+    assert seen(BagNet(width=8, blocks=(2, 1, 2, 1)), 40) == (17, 17)
+
+
+def test_the_vit_of_the_paper():
+    """Patch 4, dimension 192, MLP 1024, depth 9: weights and biases counted by hand."""
+    with torch.device("meta"):
+        model = ViT(dim=192, depth=9, heads=12, hidden=1024, dropout=0.1)
+    block = 2 * 2 * 192 + (193 * 576) + (193 * 192) + (193 * 1024) + (1025 * 192)
+    assert count(model) == (49 * 192) + 64 * 192 + 9 * block + 2 * 192 + 193 * 10
+    assert [m.p for m in model.blocks[0].modules() if isinstance(m, nn.Dropout)] == [0.1, 0.1]

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from experiments.__main__ import main
+from experiments.data import VARIABLE
 from experiments.lab.noise import added_noise, exact_gradient, minibatch_noise, noise_batches
 from experiments.lab.problem import Problem
 from experiments.noise import study
 from experiments.noise.study import ALL, Budgets, Plain, Settings, default, sketched_gradients
 from experiments.tasks.table import TASKS
-from sketchprop.data import VARIABLE
 from sketchprop.layers import SketchedModule
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from experiments.__main__ import main
+from experiments.data import Labelled
 from experiments.lab.checkpoints import Checkpoint
 from experiments.lab.noise import exact_gradient
 from experiments.lab.pictures import Parts
@@ -20,7 +21,6 @@ from experiments.variance import study as variance
 from experiments.weight_variance import study as weight_variance
 from sketchprop import Vjp, data, every_draw
 from sketchprop.core.probabilities import water_fill
-from sketchprop.data import Labelled
 from sketchprop.sketches import Rows
 
 

@@ -7,13 +7,13 @@ from experiment_helpers import changed
 from torch import nn
 
 import sketchprop as sp
+from experiments.data import Labelled
 from experiments.lab.pictures import Parts
 from experiments.lab.sweep import Run
 from experiments.methods import METHODS
 from experiments.mnist import stack as mnist
 from experiments.mnist.study import MNIST
 from sketchprop.core.sampling import systematic
-from sketchprop.data import Labelled
 
 WIDTHS = (784, 24, 16, 10)
 

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import sketchprop as sp
+from experiments.cifar.bagnet import BagNet
+from experiments.data import Labelled
 from experiments.lab import ExperimentError, checkpoints
 from experiments.lab.checkpoints import Checkpoint, Checkpoints
 from experiments.lab.pictures import Parts, PictureFeed, cropped
 from experiments.lab.trainer import Recipe, Trainer, accuracy, initialised, outputs, seed_of
 from sketchprop import zoo
-from sketchprop.data import Labelled
 
 ROOT = Path(checkpoints.__file__).parents[2]
 RECIPE = Recipe("adamw", 3e-3, steps=12, weight_decay=0.05, warmup=2)
@@ -57,7 +58,7 @@ def small_vit():
 
 
 def small_bagnet():
-    return zoo.BagNet(width=4, blocks=(1, 1, 1, 1))
+    return BagNet(width=4, blocks=(1, 1, 1, 1))
 
 
 def without_time(found):

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import sketchprop as sp
-from sketchprop import data, zoo
+from experiments.data import DataError, mnist
+from sketchprop import zoo
 from sketchprop.cli import main
 from sketchprop.cli.specs import MODELS, UsageError, load_task, parse_sketch, parse_sketches
 from sketchprop.core import stopwatch
@@ -189,13 +190,14 @@ def test_location_compares_first_last_and_all(run, mine, tmp_path):
 
 
 def test_measure_on_mnist(run):
+    """With the factory of the experiments: what the page about the location of noise is made by."""
     try:
-        data.mnist(download=False)
-    except data.DataError as error:
+        mnist(download=False)
+    except DataError as error:
         pytest.skip(f"MNIST is not here: {error}")
     code, out, _ = run(
-        *("measure", "--data", "mnist", "--sketch", "L1(0.5)", "--draws", "2", "--batches", "2"),
-        *("--rounds", "0", "--json"),
+        *("measure", "--model", "experiments.problems:mnist_mlp", "--sketch", "L1(0.5)"),
+        *("--draws", "2", "--batches", "2", "--rounds", "0", "--json"),
     )
     assert code in (0, 1)
     assert json.loads(out)["variance"]["sigma2"]["value"] > 0
@@ -313,7 +315,6 @@ def test_help_teaches(run, command):
         (["check", "1 + 1"], "is not a sketch, for example Rows(0.3)"),
         (["check", "nowhere_at_all:X(0.1)"], "no module 'nowhere_at_all'"),
         (["measure", "--model", "resnet"], "use one of mlp, mlp4, vit, bert, or module:factory"),
-        (["measure", "--model", "vit", "--data", "mnist"], "fits the models mlp and mlp4"),
         (["measure", "--sketch", "0=L1(0.1)", "L1(0.2)"], "each needs a pattern"),
         (["measure", "--sketch", "fc9=L1(0.1)"], "the pattern 'fc9' matches no layer"),
         (["measure", "--batches", "1", "--rounds", "0"], "give at least two"),

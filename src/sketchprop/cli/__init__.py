@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from ..data import DataError
 from .arguments import parser
 from .commands import CRASH, FINE, STOPPED, USAGE
 from .plots import check_pictures
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.traceback:
             raise
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        if isinstance(error, UsageError | DataError | ValueError | TypeError | ImportError):
+        if isinstance(error, UsageError | ValueError | TypeError | ImportError):
             complain(f"error: {error}{notes}")
             return USAGE
         kind = type(error).__name__

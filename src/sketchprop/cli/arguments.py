@@ -54,9 +54,7 @@ examples:
   sketchprop measure --model mycode:make --sketch 'Tokens(0.2)' --json report.json
       make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar; of batches, a
       list or a loader, as many as --batches are taken
-  sketchprop measure --model mlp --data mnist --steps 469 --sketch 'Rows(0.3)'
-  sketchprop measure --model mlp --data mnist --location --steps 0 469 \\
-      --sketch 'L1(0.1)' 'ColumnMask(0.1)' --plot location.png
+  sketchprop measure --model mlp --location --sketch 'L1(0.1)' 'ColumnMask(0.1)' --plot location.png
       V with only the first, only the last, or every layer sketched
 
 {CODES}"""
@@ -73,7 +71,6 @@ examples:
   sketchprop advise --model mycode:make --minutes 5 --json advice.json
       make() returns (model, loss_fn, batches), or (model, loss_fn, batches, optimizer);
       loss_fn(model, batch) is a scalar
-  sketchprop advise --model mlp --data mnist --steps 469 --optimizer adam
   sketchprop advise --model vit --trial 3 --plot losses.png
 
 {CODES} (here: 1 for 'stay exact')"""
@@ -111,7 +108,6 @@ examples:
   sketchprop report --model vit --sketch 'Tokens(0.3)' --output vit.html
   sketchprop report --model mycode:make --sketch 'blocks.*=Tokens(0.3)' --batches 4 --draws 8
       make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar
-  sketchprop report --data mnist --steps 469 --sketch 'Rows(0.3)'
 
 Takes about draws × batches × (sketched layers) steps; --minutes, --no-split and --draws make it
 shorter.
@@ -129,12 +125,12 @@ class Command(NamedTuple):
     options: str
 
 
-_TASK = "--model=mlp --data --batch-size --device"
+_TASK = "--model=mlp --batch-size --device"
 _TRAINED = "--steps --optimizer --learning-rate --batches"
 _MODEL = f"{_TASK} --sketch"
 _TRIED = f"{_MODEL} --planner"
 _EFFORT = f"{_TRAINED} --draws --no-split --rounds=7 --overhead --minutes"
-_CHECK_OPTIONS = "sketches --planner --model --data --batch-size --device --draws --verbose"
+_CHECK_OPTIONS = "sketches --planner --model --batch-size --device --draws --verbose"
 _MEASURE_OPTIONS = f"{_TRIED} {_EFFORT} --location --budgets --plot"
 _ADVISE_OPTIONS = f"{_TASK} {_TRAINED} --minutes=2 --same-batch --trial --plot"
 _PLAN_OPTIONS = f"{_MODEL} --rounds=15 --plot"
@@ -190,12 +186,9 @@ def _options() -> dict[str, dict[str, Any]]:
         "sketches": _text(f"with a budget; built in: {built_in}; or module:Class(…)", **several),
         "shapes": _text("rows x inputs x outputs", nargs="+", type=_shape, metavar="BxDxN"),
         "--model": _text(f"{factory} (default: %(default)s)"),
-        "--data": _value(
-            "random",
-            "for built-in models; mnist is looked for in $SKETCHPROP_DATA",
-            choices=["random", "mnist"],
+        "--batch-size": _value(
+            128, "of built-in models' batches, which are random", type=_positive
         ),
-        "--batch-size": _value(128, "of built-in models' batches", type=_positive),
         "--sketch": _value(
             ["Tokens(0.3)"],
             f"which; of Tokens single layers take the rows; {by_name}",

@@ -177,7 +177,7 @@ def _run_location(options: Namespace) -> int:
 
 def _task(options: Namespace) -> Task:
     device = find_device(options.device) if options.device else None
-    task = load_task(options.model, options.data, options.batch_size, options.seed)
+    task = load_task(options.model, options.batch_size, options.seed)
     return task if device is None else task.to(device)
 
 
@@ -241,7 +241,7 @@ def _planner(options: Namespace) -> Planner | None:
 
 def _facts(options: Namespace, task: Task) -> dict[str, str]:
     parameters = sum(p.numel() for p in task.model.parameters())
-    data = f"{options.data}, batches of {options.batch_size}"
+    data = f"random, batches of {options.batch_size}"
     facts = {
         "command": shlex.join(["sketchprop", *options.arguments]),
         "model": f"{options.model}, {parameters:,} parameters",

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import sketches as built_in_sketches
-from ..data import mnist, normalised
 from ..meters.noise.passes import Loss
 from ..sketches import AnySketch, Planner, Sketch, Split, Tokens
 from ..zoo import Bert, ViT, mlp
@@ -198,8 +197,8 @@ def load_module(path: str) -> Any:
         raise UsageError(f"no module {path!r} here or installed ({error})") from error
 
 
-def load_task(name: str, data: str, batch_size: int, seed: int) -> Task:
-    """A built-in model with its data, or ``module:factory`` that returns all three."""
+def load_task(name: str, batch_size: int, seed: int) -> Task:
+    """A built-in model with random batches, or ``module:factory`` that returns all three."""
     torch.manual_seed(seed)
     if ":" in name:
         return _user_task(name)
@@ -209,20 +208,8 @@ def load_task(name: str, data: str, batch_size: int, seed: int) -> Task:
             f"--model {name!r} is unknown; use one of {known}, or module:factory for a function "
             "of yours that returns (model, loss_fn, batches)"
         )
-    make, random_batch, takes_images = MODELS[name]
-    model = make()
-    if data == "random":
-        return Task(model, cross_entropy, Random(lambda: random_batch(batch_size)))
-    if not takes_images:
-        raise UsageError(f"--data mnist fits the models mlp and mlp4, not {name}")
-    images, labels = mnist()
-    rows = normalised(images)
-
-    def draw() -> tuple[Tensor, Tensor]:
-        chosen = torch.randint(len(labels), (batch_size,))
-        return rows[chosen], labels[chosen]
-
-    return Task(model, cross_entropy, Random(draw))
+    make, random_batch = MODELS[name]
+    return Task(make(), cross_entropy, Random(lambda: random_batch(batch_size)))
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -313,13 +300,13 @@ def _tokens(count: int) -> tuple[Tensor, Tensor]:
     return torch.randint(1000, (count, 64)), torch.randint(1000, (count, 64))
 
 
-MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Any], bool]] = {
-    "mlp": (mlp, _digits, True),
-    "mlp4": (lambda: mlp(784, 64, 64, 64, 10), _digits, True),
-    "vit": (ViT, _images, False),
-    "bert": (Bert, _tokens, False),
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "mlp": (mlp, _digits),
+    "mlp4": (lambda: mlp(784, 64, 64, 64, 10), _digits),
+    "vit": (ViT, _images),
+    "bert": (Bert, _tokens),
 }
-"""Name: how it is made, a random batch for it, whether it takes MNIST."""
+"""Name: how it is made, and a random batch for it."""
 
 
 def _concrete(value: Any) -> bool:
