@@ -13,11 +13,8 @@ from .mnist.study import MNIST
 from .noise.study import NOISE
 from .pay.study import PAY
 from .rcs.study import RCS
-from .rows_mnist.study import ROWS_MNIST
-from .variance.study import VARIANCE
-from .weight_variance.study import WEIGHT_VARIANCE
 
-COMMANDS = (MNIST, RCS, ROWS_MNIST, VARIANCE, WEIGHT_VARIANCE, NOISE, ADVISE, PAY)
+COMMANDS = (MNIST, RCS, NOISE, ADVISE, PAY)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

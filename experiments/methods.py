@@ -14,12 +14,8 @@ BUDGET = "{p}"
 EXACT = "exact"
 SAMPLED = "sampled_backward("
 """Starts the expression of a run whose samples are drawn outside of the layers."""
-BATCH = "batch("
-"""Starts the expression of a run that is exact, on a smaller batch."""
 PLACES = ("all", "first", "last")
 """Which layers are sketched; the first is the one next to the data."""
-RENAMED: dict[str, str] = {"weights=": "by="}
-"""Words of stored expressions, which never change, and what the library calls them today."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,6 @@ _LM, _LC, _LS, _C, _R = "location-masks", "location-coordinate", "location-spect
 _EVERY = (_A, _B, _P, _S, _LM, _LC, _LS, _C)
 _IND = 'sampling="independent", exact_bias=False'
 _PAPER = "paper=True, exact_bias=False"
-_GX = 'weights="gradient_input"'
 
 # The paper's formulas are taken literally (paper=True), and the bias gradient from Ĝ as there.
 # Its figures 1a and 1b show `diag_optimal_sec_mom` under the legend RCS and `optimal_sec_mom`
@@ -117,23 +112,6 @@ _METHODS = (
     # In no figure of the paper's study: the whole backward on samples drawn at the output.
     Method("sampled", "sampled_backward", f"{SAMPLED}{{p}})", "sampled", (), "-."),
     Method(EXACT, "baseline", "", "baseline", (*_EVERY, _R)),
-    # The library's sketches as they are by default, peers and controls.
-    Method("batch", "batch", f"{BATCH}{{p}})", "sample"),
-    Method("default-columns", "uniform columns", "ColumnMask({p})"),
-    Method("default-l1", "ℓ1", "L1({p})", "l1"),
-    Method("default-ds", "DS", "Diagonal({p})"),
-    Method("default-gsv", "G-SV", "GradientSVD({p})"),
-    Method("samples", "samples, each layer", 'Rows({p}, unit="sample")'),
-    Method("samples-one", "samples, one draw", 'Rows({p}, unit="sample")', "rows",
-           sketched="everywhere"),
-    Method("tokens", "tokens ‖g‖", 'Rows({p}, unit="token")', "gsv"),
-    Method("tokens-input", "tokens ‖g‖‖x‖", f"Rows({{p}}, {_GX})"),
-    Method("tokens-independent", "tokens ‖g‖‖x‖, independent",
-           f'Rows({{p}}, {_GX}, sampling="independent")'),
-    Method("tokens-shuffled", "tokens ‖g‖‖x‖, shuffled",
-           f"experiments.peers:ShuffledRows({{p}}, {_GX})"),
-    Method("vcas", "VCAS", "experiments.peers:BalancedVCAS({p})"),
-    Method("wta", "WTA-CRS", "experiments.peers:WTACRS({p})"),
 )  # fmt: skip
 METHODS = {method.name: method for method in _METHODS}
 
@@ -148,10 +126,8 @@ def find_method(name: str) -> Method:
 
 def make_sketch(expression: str) -> AnySketch | None:
     """The sketch of a run's layers; ``None`` for exact ones."""
-    if not expression or expression.startswith((SAMPLED, BATCH)):
+    if not expression or expression.startswith(SAMPLED):
         return None
-    for stored, today in RENAMED.items():
-        expression = expression.replace(stored, today)
     try:
         sketch = parse_sketch(expression)
     except UsageError as error:
@@ -168,7 +144,7 @@ def layer_sketch(expression: str) -> Sketch | None:
 
 
 def share_of(expression: str, kind: str) -> float:
-    """The budget of ``sampled_backward`` or of a smaller batch; 0 for any other expression.
+    """The budget of ``sampled_backward``; 0 for any other expression.
 
     >>> share_of("sampled_backward(0.3)", SAMPLED), share_of("L1(0.3)", SAMPLED)
     (0.3, 0.0)

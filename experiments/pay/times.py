@@ -74,7 +74,7 @@ def measure_memory(contest: Contest, known: Mapping[str, Any]) -> dict[str, int]
     sketches = [w.timed if w.control == TUNER else (w.sketch,) for w in ways]
     for sketch in dict.fromkeys(itertools.chain.from_iterable(sketches)):
         if sketch not in found:
-            model = initialised(partial(problem.prepared, sketch, "all"), 0)
+            model = initialised(partial(problem.prepared, sketch), 0)
             found[sketch] = saved_bytes(model, problem.loss_of, batch).total
     return found
 

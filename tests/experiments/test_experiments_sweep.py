@@ -66,7 +66,7 @@ def test_methods_are_the_sketches_of_the_paper():
     for name, method in METHODS.items():
         sketch = make_sketch(method.expression(0.2))
         if sketch is None:
-            assert name in ("exact", "sampled", "batch")
+            assert name in ("exact", "sampled")
             continue
         coins = name.endswith("-independent") or name in ("element", "sample", "column")
         assert (sketch.sampling == "independent") == (coins or name == "vcas")
@@ -76,7 +76,7 @@ def test_methods_are_the_sketches_of_the_paper():
         assert method.colour in COLOURS or not method.figures
 
 
-@pytest.mark.parametrize("name", sorted(set(METHODS) - {"exact", "sampled", "batch", "vcas"}))
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"exact", "sampled"}))
 def test_a_budget_of_one_keeps_all_and_a_whole_number_is_a_rank(name):
     """1.0 once became the text "1", which is rank 1."""
     assert make_sketch(METHODS[name].expression(1.0)).rank(64) == 64
