@@ -33,6 +33,8 @@ class Schema:
     """By which rows are sorted."""
     times: tuple[str, ...]
     """What differs between two executions of the same run."""
+    added: tuple[str, ...] = ()
+    """Texts that tables of older runs lack: empty there."""
 
     @property
     def columns(self) -> list[str]:
@@ -42,6 +44,7 @@ class Schema:
         return [json.dumps(row[n]) if self.kinds[n] is list else row[n] for n in self.columns]
 
     def unpacked(self, row: Mapping[str, Any]) -> Row:
+        row = {**dict.fromkeys(self.added, ""), **row}
         return {
             name: json.loads(row[name]) if self.kinds[name] is list else self.kinds[name](row[name])
             for name in self.columns

@@ -156,7 +156,8 @@ def schema_of(cell: Cell, findings: Mapping[str, type], sort_by: Sequence[str]) 
         for f in fields(cell)
     }
     order = (*sort_by, "sketch", "layers", "cell", "seed", "rate_index")
-    return Schema({**COLUMNS, **own, **findings}, order, ("wall_seconds", "seconds_curve"))
+    added = tuple(f.name for f in fields(cell) if getattr(cell, f.name) == ())
+    return Schema({**COLUMNS, **own, **findings}, order, ("wall_seconds", "seconds_curve"), added)
 
 
 @dataclass(frozen=True, kw_only=True)

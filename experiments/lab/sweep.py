@@ -32,12 +32,22 @@ class Cell(ABC):
 
     @cached_property
     def identity(self) -> str:
-        return _hash(asdict(self))
+        return _hash(self.config)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All fields; an empty list is none, so that old runs keep their identity."""
+        return {name: value for name, value in asdict(self).items() if value != ()}
 
     @property
     def network(self) -> str:
         """The model in a few words."""
         return type(self).__name__
+
+    @property
+    def together(self) -> int:
+        """How many runs of a seed must be in one stack: all of its rates where they are halved."""
+        return 1
 
     def learning_rate(self, index: int) -> float:
         """Rates are counted in quarters of a decade, downwards."""
@@ -70,7 +80,7 @@ class Run:
 
     @cached_property
     def identity(self) -> str:
-        return _hash({**asdict(self.cell), "rate_index": self.rate_index, "seed": self.seed})
+        return _hash({**self.cell.config, "rate_index": self.rate_index, "seed": self.seed})
 
 
 def _hash(config: Mapping[str, Any]) -> str:
@@ -138,8 +148,14 @@ class Protocol:
         twice = sorted({seed for seed in self.seeds if self.seeds.count(seed) > 1})
         if twice:
             return f"seeds = {list(self.seeds)} has {twice[0]} more than once; give each seed once"
-        if self.stack < 1:
-            return "stack must be at least 1"
+        rates = self.base.together
+        if rates > 1 and (rates != len(self.learning_rates) or self.widen or self.tuning_seeds):
+            return (
+                f"halving begins with {rates} rates; give as many learning_rates, widen = 0 and "
+                "tuning_seeds = 0: each seed chooses among its own"
+            )
+        if self.stack < rates:
+            return f"stack must be at least {rates}"
         if not 0 <= self.tuning_seeds <= len(self.seeds):
             return f"tuning_seeds = {self.tuning_seeds}; use 0 (each seed) to {len(self.seeds)}"
         return self.base.problem()
@@ -328,6 +344,16 @@ def best_rate(runs: Sequence[Run], scores: Mapping[str, float]) -> int:
     for run in runs:
         found.setdefault(run.rate_index, []).append(scores[run.identity])
     return max(found, key=lambda index: (statistics.fmean(found[index]), index))
+
+
+def climbing(runs: Sequence[Run], scores: Mapping[Run, float], count: int) -> list[Run]:
+    """Halving: those of a seed's runs with the ``count`` best scores; of equals the smallest rates.
+
+    The order is that of ``best_rate``: what is left behind is never the best in the end.
+    """
+    ranked = sorted(runs, key=lambda run: (scores[run], run.rate_index), reverse=True)
+    own = {run.seed: [r for r in ranked if r.seed == run.seed] for run in runs}
+    return [run for run in runs if run in own[run.seed][:count]]
 
 
 def _gap(ends: Sequence[int]) -> int:
