@@ -148,17 +148,20 @@ class Protocol:
         twice = sorted({seed for seed in self.seeds if self.seeds.count(seed) > 1})
         if twice:
             return f"seeds = {list(self.seeds)} has {twice[0]} more than once; give each seed once"
+        if text := self.base.problem() or self._stack_problem():
+            return text
+        if not 0 <= self.tuning_seeds <= len(self.seeds):
+            return f"tuning_seeds = {self.tuning_seeds}; use 0 (each seed) to {len(self.seeds)}"
+        return ""
+
+    def _stack_problem(self) -> str:
         rates = self.base.together
         if rates > 1 and (rates != len(self.learning_rates) or self.widen or self.tuning_seeds):
             return (
                 f"halving begins with {rates} rates; give as many learning_rates, widen = 0 and "
                 "tuning_seeds = 0: each seed chooses among its own"
             )
-        if self.stack < rates:
-            return f"stack must be at least {rates}"
-        if not 0 <= self.tuning_seeds <= len(self.seeds):
-            return f"tuning_seeds = {self.tuning_seeds}; use 0 (each seed) to {len(self.seeds)}"
-        return self.base.problem()
+        return f"stack must be at least {rates}" if self.stack < rates else ""
 
     def changed(self, settings: Mapping[str, Any], where: str) -> Protocol:
         """With the values of a TOML table, each of which belongs here or to the cell."""

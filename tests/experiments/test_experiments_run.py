@@ -137,8 +137,12 @@ def stored_count(folder):
 
 
 @pytest.mark.usefixtures("real_data")
-def test_killed_twice_the_table_is_that_of_an_undisturbed_run(tmp_path, tiny):
+@pytest.mark.parametrize("halving", [False, True])
+def test_killed_twice_the_table_is_that_of_an_undisturbed_run(tmp_path, tiny, halving):
     """kill -9 at two random moments of a sweep on two processes; the moments are printed."""
+    if halving:
+        rule = "learning_rates = [0, 2, 4]\nhalving = [3, 1, 2]\nwiden = 0\n#"
+        Path(tiny).write_text(TINY.replace("learning_rates", rule).replace("widen = 1\n", ""))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert main(["mnist", "--preset", tiny, "--out", str(whole), "--workers", "0", "--quiet"]) == 0
     total = len(read_rows(whole))
