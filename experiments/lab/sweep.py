@@ -217,10 +217,17 @@ class Sweep:
         ]
 
     def select(self, names: Iterable[str], extras: bool) -> list[Point]:
-        """The points of some figures (and the extras), each cell once."""
-        every = [p for name in names for p in self.points(name)]
+        """The points of some figures (and the extras), each cell once where it comes first.
+
+        Figures are in the order of the file, and exact training is before all of them.
+        """
+        asked = set(names)
+        every = [p for name in self.figures if name in asked for p in self.points(name)]
         every += self.extras if extras else ()
-        return list({point.cell: point for point in reversed(every)}.values())[::-1]
+        first: dict[Cell, Point] = {}
+        for point in sorted(every, key=lambda point: point.method != EXACT):
+            first.setdefault(point.cell, point)
+        return list(first.values())
 
 
 def _series(method: Method, place: str, protocol: Protocol) -> Iterator[Point]:

@@ -112,6 +112,16 @@ def test_the_paper_preset_is_the_papers_protocol():
     assert rates == pytest.approx([10 ** (-0.25 * i) for i in range(13)])
 
 
+def test_work_is_in_the_order_of_the_presets_figures_and_begins_with_exact_training():
+    made = MNIST.load("paper")
+    jobs = missing_jobs(made.select(FIGURES, extras=True), [])
+    sketches = [job.runs[0].cell.sketch.partition("(")[0] for job in jobs]
+    assert list(dict.fromkeys(sketches))[:4] == ["", "L1", "Diagonal", "GradientSVD"]
+    assert sketches[:6] == ["", *["L1"] * 4, "Diagonal"]
+    assert len(jobs) == 137
+    assert {job.runs[0].cell.layers for job in jobs[-50:]} == {"first", "last"}
+
+
 def test_names_of_figures():
     assert figures_named("2b", no_clip=True) == ["2b-no-clip"]
     assert len(figures_named("location")) == 3
