@@ -10,6 +10,7 @@ from sketchprop.data import DataError
 
 from .advise.study import ADVISE
 from .cifar.study import STUDIES
+from .iso_flop.study import ISO_FLOP
 from .lab import ExperimentError
 from .mnist.study import MNIST
 from .noise.study import NOISE
@@ -19,7 +20,7 @@ from .rows_mnist.study import ROWS_MNIST
 from .variance.study import VARIANCE
 from .weight_variance.study import WEIGHT_VARIANCE
 
-COMMANDS = (MNIST, RCS, ROWS_MNIST, VARIANCE, WEIGHT_VARIANCE, NOISE, ADVISE, PAY)
+COMMANDS = (MNIST, ISO_FLOP, RCS, ROWS_MNIST, VARIANCE, WEIGHT_VARIANCE, NOISE, ADVISE, PAY)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

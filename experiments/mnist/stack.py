@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import Any
 
@@ -227,7 +227,7 @@ def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
     orders = {seed: generator("order", seed) for seed in stack.seeds}
     if cell.halving and set(Counter(run.seed for run in runs).values()) != {cell.together}:
         raise ValueError(f"a seed that halves needs its {cell.together} rates in one stack")
-    logs = [_Log() for _ in trained]
+    logs = [_Log([], [], []) for _ in trained]
     racing = list(range(len(trained)))
     for epoch in range(1, cell.epochs + 1):
         stack.loss.zero_()
@@ -238,7 +238,8 @@ def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
         test = torch.where(stack.alive, stack.accuracies(found.test), 0.0)
         values = zip(validation.tolist(), test.tolist(), losses.tolist(), strict=True)
         for place, (log, three) in enumerate(zip((logs[r] for r in racing), values, strict=True)):
-            log.add(three)
+            for curve, value in zip((log.validation, log.test, log.loss), three, strict=True):
+                curve.append(value)
             log.diverged = epoch if lost[place] else log.diverged
             log.clipped = float(stack.clipped[place]) / max(1, stack.steps)
         if epoch in cell.rungs:
@@ -267,15 +268,11 @@ def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
 class _Log:
     """What was seen of a replica after each epoch."""
 
-    validation: list[float] = field(default_factory=list)
-    test: list[float] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
+    validation: list[float]
+    test: list[float]
+    loss: list[float]
     clipped: float = 0.0
     diverged: int = 0
-
-    def add(self, values: tuple[float, float, float]) -> None:
-        for curve, value in zip((self.validation, self.test, self.loss), values, strict=True):
-            curve.append(value)
 
 
 def _epoch(stack: Stack, part: data.Labelled, orders: dict[int, torch.Generator]) -> None:

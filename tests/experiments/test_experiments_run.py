@@ -1,6 +1,7 @@
 """The whole way: from MNIST's files to figures, killed in between, and with broken data."""
 
 import contextlib
+import csv
 import gzip
 import os
 import random
@@ -101,6 +102,27 @@ def test_smoke_makes_every_figure_from_nothing(tmp_path, capsys):
     assert main([*command, "--stored"]) == 0
     assert not (out / DATABASE).exists()
     assert {name: (out / name).read_bytes() for name in before} == before
+    capsys.readouterr()
+
+
+@pytest.mark.usefixtures("real_data")
+def test_equal_nominal_cost_trains_longer_with_smaller_budgets(tmp_path, capsys):
+    out = tmp_path / "out"
+    command = ["iso-flop", "--preset", "smoke", "--out", str(out), "--workers", "0", "--quiet"]
+    assert main(command) == 0
+    with (out / "summary.csv").open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    points = {(line["method"], float(line["budget"]), int(line["epochs"])) for line in lines}
+    named = {"l1", "rcs-independent", "element", "control-samples", "control-columns", "rows"}
+    for name in named:
+        assert {(name, 0.5, 4), (name, 0.25, 8)} <= points
+    assert ("exact", 1.0, 2) in points
+    page = (out / "README.md").read_text()
+    for text in ("| baseline | 1 | 2 | ", "| rows by importance | 0.25 | 8 | "):
+        assert text in page
+    (out / DATABASE).unlink()
+    assert main([*command, "--stored"]) == 0
+    assert (out / "README.md").read_text() == page
     capsys.readouterr()
 
 
