@@ -24,9 +24,15 @@ from ..mnist.study import FIGURES, FINDINGS, MnistCell, MnistStudy
 class IsoFlopStudy(MnistStudy):
     def load(self, preset: str) -> Sweep:
         sweep = super().load(preset)
+        cell: Any = sweep.protocol.base
         methods = [m.name for m in METHODS.values() if not set(FIGURES).isdisjoint(m.figures)]
         points = [
-            Point(name, "all", p, _longer(sweep.protocol, 1 / p))
+            Point(
+                name,
+                "all",
+                p,
+                replace(sweep.protocol, base=replace(cell, epochs=round(cell.epochs / p))),
+            )
             for name in methods
             for p in ((1.0,) if name == EXACT else sweep.protocol.budgets)
         ]
@@ -45,11 +51,6 @@ class IsoFlopStudy(MnistStudy):
             "missing": len(reading.sweep.extras) - len(reading.extras),
             "table_name": table_path(reading.out).name,
         }
-
-
-def _longer(protocol: Protocol, factor: float) -> Protocol:
-    cell: Any = protocol.base
-    return replace(protocol, base=replace(cell, epochs=round(cell.epochs * factor)))
 
 
 def _line(s: PointResult, reading: Reading) -> dict[str, Any]:

@@ -32,12 +32,7 @@ class Cell(ABC):
 
     @cached_property
     def identity(self) -> str:
-        return _hash(self.config)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """All fields; an empty list is none, so that old runs keep their identity."""
-        return {name: value for name, value in asdict(self).items() if value != ()}
+        return _hash(asdict(self))
 
     @property
     def network(self) -> str:
@@ -80,11 +75,12 @@ class Run:
 
     @cached_property
     def identity(self) -> str:
-        return _hash({**self.cell.config, "rate_index": self.rate_index, "seed": self.seed})
+        return _hash({**asdict(self.cell), "rate_index": self.rate_index, "seed": self.seed})
 
 
 def _hash(config: Mapping[str, Any]) -> str:
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    given = {name: value for name, value in config.items() if value != ()}  # old runs lack these
+    text = json.dumps(given, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
@@ -156,11 +152,8 @@ class Protocol:
 
     def _stack_problem(self) -> str:
         rates = self.base.together
-        if rates > 1 and (rates != len(self.learning_rates) or self.widen or self.tuning_seeds):
-            return (
-                f"halving begins with {rates} rates; give as many learning_rates, widen = 0 and "
-                "tuning_seeds = 0: each seed chooses among its own"
-            )
+        if rates > 1 and (rates, 0, 0) != (len(self.learning_rates), self.widen, self.tuning_seeds):
+            return f"halving takes {rates} learning_rates, widen = 0 and tuning_seeds = 0"
         return f"stack must be at least {rates}" if self.stack < rates else ""
 
     def changed(self, settings: Mapping[str, Any], where: str) -> Protocol:
@@ -224,10 +217,9 @@ class Sweep:
         asked = set(names)
         every = [p for name in self.figures if name in asked for p in self.points(name)]
         every += self.extras if extras else ()
-        first: dict[Cell, Point] = {}
-        for point in sorted(every, key=lambda point: point.method != EXACT):
-            first.setdefault(point.cell, point)
-        return list(first.values())
+        every.sort(key=lambda point: point.method != EXACT)
+        first = {point.cell: point for point in reversed(every)}
+        return [first[cell] for cell in dict.fromkeys(point.cell for point in every)]
 
 
 def _series(method: Method, place: str, protocol: Protocol) -> Iterator[Point]:
@@ -357,10 +349,8 @@ def best_rate(runs: Sequence[Run], scores: Mapping[str, float]) -> int:
 
 
 def climbing(runs: Sequence[Run], scores: Mapping[Run, float], count: int) -> list[Run]:
-    """Halving: those of a seed's runs with the ``count`` best scores; of equals the smallest rates.
-
-    The order is that of ``best_rate``: what is left behind is never the best in the end.
-    """
+    """Halving: of each seed the ``count`` best, in the order of ``best_rate``: what is left behind
+    is never the best in the end."""
     ranked = sorted(runs, key=lambda run: (scores[run], run.rate_index), reverse=True)
     own = {run.seed: [r for r in ranked if r.seed == run.seed] for run in runs}
     return [run for run in runs if run in own[run.seed][:count]]

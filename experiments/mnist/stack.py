@@ -144,9 +144,8 @@ class Stack:
             setattr(self, name, getattr(self, name)[places])
         for parameters in (self.weights, self.biases):
             parameters[:] = [p.detach()[places].requires_grad_() for p in parameters]
-        for uniforms in self.uniforms:
-            if uniforms is not None:
-                uniforms.keep(places)
+        for uniforms in filter(None, self.uniforms):
+            uniforms.keep(places)
 
     def accuracies(self, part: data.Labelled) -> Tensor:
         """In percent, for each replica. One at a time: a stack must not change the rounding."""
@@ -210,10 +209,8 @@ def _network(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
 
 
 def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Trains replicas of one cell together; what was found for each, in the same order.
-
-    Where the cell halves, a run ends at the rung that its learning rate does not pass.
-    """
+    """Trains replicas of one cell together; what was found for each, in the same order. A rate
+    that halving leaves behind ends there."""
     began = time.perf_counter()
     cell = runs[0].cell
     assert isinstance(cell, MnistCell)

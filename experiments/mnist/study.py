@@ -64,27 +64,21 @@ class MnistCell(PictureCell):
         slow = SLOWER.get(self.sketch.partition("(")[0], {}).get(self.layers, 1.0)
         slow += 0.4 * ('"independent"' in self.sketch)  # padded to all atoms
         rows = self.train_rows or 60000 - self.validation_rows
-        ends = (*self.rungs, self.epochs)
-        stacks = (runs * count / self.together for count in (self.together, *self.rungs.values()))
-        begins = (0, *self.rungs)
-        return sum(
-            SECONDS_PER_EXAMPLE * rows * (end - begin) * (size * slow + OVERHEAD)
-            for begin, end, size in zip(begins, ends, stacks, strict=True)
-        )
+        epochs = [*self.rungs, self.epochs]
+        counts = [self.together, *self.rungs.values()]
+        spans = zip((0, *epochs), epochs, counts, strict=False)
+        replicas = sum((e - b) * (runs * n / self.together * slow + OVERHEAD) for b, e, n in spans)
+        return SECONDS_PER_EXAMPLE * rows * replicas
 
     def problem(self) -> str:
         if self.pixels not in PIXELS:
             return f"pixels = {self.pixels!r}; use {' or '.join(PIXELS)}"
         counts, epochs = self.halving[::2], (0, *self.halving[1::2], self.epochs)
-        if self.halving and (
-            len(self.halving) % 2 == 0
-            or [*counts] != sorted(set(counts) - {0, 1}, reverse=True)
-            or [*epochs] != sorted(set(epochs))
-        ):
-            return (
-                f"halving = {list(self.halving)}; give falling numbers of rates, at least 2, and "
-                "between them rising epochs, for example [13, 1, 5, 5, 2]"
-            )
+        falling = [*counts] == sorted(set(counts) - {0, 1}, reverse=True)
+        rising = [*epochs] == sorted(set(epochs)) and len(epochs) == len(counts) + 1
+        if self.halving and not (falling and rising):
+            rule = "falling numbers of rates, at least 2, rising epochs between them"
+            return f"halving = {list(self.halving)}; give {rule}, as [13, 1, 5, 5, 2]"
         return super().problem()
 
 

@@ -188,7 +188,7 @@ def test_identity_is_pinned():
         ("[protocol]\nhalving = [3, 1, 1]", r"halving = \[3, 1, 1\]; give falling .* at least 2"),
         ("[protocol]\nhalving = [13, 5, 5, 5, 2]", "rising epochs"),
         ("[protocol]\nhalving = [13, 50, 2]", "rising epochs"),
-        ("[protocol]\nhalving = [9, 1, 2]\nwiden = 0", "begins with 9 rates; give as many"),
+        ("[protocol]\nhalving = [9, 1, 2]\nwiden = 0", "halving takes 9 learning_rates, widen = 0"),
         ("[protocol]\nhalving = [13, 1, 2]", "widen = 0 and tuning_seeds = 0"),
         ("[protocol]\nhalving = [13, 1, 2]\nwiden = 0\nstack = 12", "must be at least 13"),
         ("sweeps = 1", "sweeps is unknown; use extra, figures, protocol"),
