@@ -1,6 +1,6 @@
 """Equal nominal cost: a sketch that keeps p of the backward trains 1/p times as many epochs.
 
-The paper's iso-FLOP table: train loss of each method, beside that of exact training.
+An iso-FLOP table: train loss of each method, beside that of exact training.
 """
 
 from __future__ import annotations
