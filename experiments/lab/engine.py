@@ -85,15 +85,17 @@ def run_sweep(
 def missing_jobs(
     points: Sequence[Point], rows: Sequence[Row], checkpoints: Path | None = None
 ) -> list[Job]:
-    """Stacks of the runs that are not stored, the longest first; widened grids included."""
+    """Stacks of the runs that are not stored, widened grids included; the longest first, but where
+    learning rates are halved in the order of the figures, and whole seeds in each."""
     scores = {row["run"]: row["validation_accuracy"] for row in rows}
     jobs: list[Job] = []
     for point in points:
         missing = [run for run in planned_runs(point, scores) if run.identity not in scores]
         size, every = point.protocol.stack, point.protocol.checkpoint_seconds
+        size -= size % point.cell.together
         kept = None if checkpoints is None else Checkpoints(checkpoints, every)
         jobs += [Job(tuple(missing[i : i + size]), kept) for i in range(0, len(missing), size)]
-    return sorted(jobs, key=lambda job: -job.cost)
+    return sorted(jobs, key=lambda job: -job.cost if job.runs[0].cell.together == 1 else 0.0)
 
 
 def execute(job: Job) -> list[Row]:

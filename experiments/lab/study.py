@@ -25,7 +25,7 @@ from .engine import ENGINES, missing_jobs, progress_bar, run_sweep
 from .figures import draw_figure, order
 from .pages import write_csv, write_page
 from .selection import PointResult, Results
-from .store import Row, Schema, Store, read_rows, write_table
+from .store import DATABASE, Row, Schema, Store, read_rows, table_path, write_table
 from .sweep import (
     Cell,
     Figures,
@@ -57,6 +57,8 @@ class Study(ABC):
     help: str
     out: str = "results/{name}-{preset}"
     """The folder that results go to."""
+    published: Mapping[str, str] = field(default_factory=dict)
+    """Presets whose results are part of the documentation, and their folders."""
 
     @cached_property
     def folder(self) -> Path:
@@ -71,7 +73,8 @@ class Study(ABC):
         return read_preset(preset, self.folder / "presets", self.preset_prefix)
 
     def out_folder(self, options: argparse.Namespace, preset: str) -> Path:
-        return Path(options.out or self.out.format(name=self.name, preset=preset))
+        folder = self.published.get(preset) or self.out.format(name=self.name, preset=preset)
+        return Path(options.out or folder)
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
@@ -156,7 +159,8 @@ def schema_of(cell: Cell, findings: Mapping[str, type], sort_by: Sequence[str]) 
         for f in fields(cell)
     }
     order = (*sort_by, "sketch", "layers", "cell", "seed", "rate_index")
-    return Schema({**COLUMNS, **own, **findings}, order, ("wall_seconds", "seconds_curve"))
+    added = tuple(f.name for f in fields(cell) if getattr(cell, f.name) == ())
+    return Schema({**COLUMNS, **own, **findings}, order, ("wall_seconds", "seconds_curve"), added)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +233,8 @@ class SweepStudy(Study):
         return self.finish(self.draw(reading), out, {**facts, **self.facts(reading)})
 
     def plan(self, points: Sequence[Point], out: Path, workers: int) -> str:
-        rows = read_rows(out, self.schema) if (out / "runs.sqlite").is_file() else []
+        stored = (out / DATABASE).is_file() or table_path(out).is_file()
+        rows = read_rows(out, self.schema) if stored else []
         jobs = missing_jobs(points, rows)
         runs, seconds = sum(len(job.runs) for job in jobs), sum(job.cost for job in jobs)
         scores = {row["run"]: row["validation_accuracy"] for row in rows}
@@ -271,6 +276,7 @@ class SweepStudy(Study):
         return {
             "about": self.describe(reading.sweep.protocol),
             "runs": rows,
+            "table_name": table_path(reading.out).name,
             "hours": sum(row["wall_seconds"] for row in rows) / 3600,
             "diverged": sum(row.get("diverged_epoch", 0) > 0 for row in rows),
             "versions": sorted(

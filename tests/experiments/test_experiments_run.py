@@ -1,6 +1,7 @@
 """The whole way: from MNIST's files to figures, killed in between, and with broken data."""
 
 import contextlib
+import csv
 import os
 import random
 import shutil
@@ -105,6 +106,27 @@ def test_smoke_makes_every_figure_from_nothing(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("real_data")
+def test_equal_nominal_cost_trains_longer_with_smaller_budgets(tmp_path, capsys):
+    out = tmp_path / "out"
+    command = ["iso-flop", "--preset", "smoke", "--out", str(out), "--workers", "0", "--quiet"]
+    assert main(command) == 0
+    with (out / "summary.csv").open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    points = {(line["method"], float(line["budget"]), int(line["epochs"])) for line in lines}
+    named = {"l1", "rcs-independent", "element", "control-samples", "control-columns", "rows"}
+    for name in named:
+        assert {(name, 0.5, 4), (name, 0.25, 8)} <= points
+    assert ("exact", 1.0, 2) in points
+    page = (out / "README.md").read_text()
+    for text in ("| baseline | 1 | 2 | ", "| rows by importance | 0.25 | 8 | "):
+        assert text in page
+    (out / DATABASE).unlink()
+    assert main([*command, "--stored"]) == 0
+    assert (out / "README.md").read_text() == page
+    capsys.readouterr()
+
+
+@pytest.mark.usefixtures("real_data")
 def test_one_figure_and_its_variant_without_clipping(tmp_path, tiny, capsys):
     out = tmp_path / "out"
     sweep = Path(tiny)
@@ -137,8 +159,12 @@ def stored_count(folder):
 
 
 @pytest.mark.usefixtures("real_data")
-def test_killed_twice_the_table_is_that_of_an_undisturbed_run(tmp_path, tiny):
+@pytest.mark.parametrize("halving", [False, True])
+def test_killed_twice_the_table_is_that_of_an_undisturbed_run(tmp_path, tiny, halving):
     """kill -9 at two random moments of a sweep on two processes; the moments are printed."""
+    if halving:
+        rule = "learning_rates = [0, 2, 4]\nhalving = [3, 1, 2]\nwiden = 0\n#"
+        Path(tiny).write_text(TINY.replace("learning_rates", rule).replace("widen = 1\n", ""))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert main(["mnist", "--preset", tiny, "--out", str(whole), "--workers", "0", "--quiet"]) == 0
     total = len(read_rows(whole))

@@ -43,6 +43,18 @@ def test_rows_come_back_as_they_were(tmp_path):
     assert len(read_rows(tmp_path, SCHEMA)) == 3
 
 
+def test_a_large_table_is_kept_compressed(tmp_path, monkeypatch):
+    rows = [row("a"), row("b")]
+    plain = write_table(rows, tmp_path, SCHEMA)
+    monkeypatch.setattr(stored, "LARGE", 100)
+    packed = write_table(rows, tmp_path, SCHEMA)
+    assert (packed.name, plain.exists()) == ("results.csv.gz", False)
+    assert packed.read_bytes() == write_table(rows, tmp_path, SCHEMA).read_bytes()
+    assert [r["run"] for r in read_rows(tmp_path, SCHEMA)] == ["a", "b"]
+    with Store(tmp_path, SCHEMA) as store:
+        assert len(store.rows()) == 2
+
+
 def test_a_table_of_other_runs_is_not_gone_on_from(tmp_path):
     (tmp_path / stored.TABLE).write_text("run,colour\na,red\n")
     for _ in range(2):

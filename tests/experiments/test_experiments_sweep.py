@@ -7,6 +7,7 @@ import pytest
 from experiment_helpers import changed
 
 from experiments.lab import ExperimentError, claims, sweep
+from experiments.lab.engine import missing_jobs
 from experiments.lab.selection import PointResult, Results, SeedResult
 from experiments.lab.sweep import Point, Run, planned_runs
 from experiments.methods import COLOURS, METHODS, Method, make_sketch, share_of
@@ -94,8 +95,10 @@ def test_a_share_is_read_from_an_expression():
 )
 def test_presets_make_every_figure(preset):
     made = MNIST.load(preset)
-    assert set(made.figures) == set(FIGURES)
-    assert {p.cell.widths for p in made.extras} >= {(784, 64, 64, 64, 10)}
+    ours = {"2b-no-clip"} if preset == "paper" else set()  # the paper clips
+    assert set(made.figures) == set(FIGURES) - ours
+    networks = {p.cell.widths for p in (*made.extras, *made.points("2b"))}
+    assert networks >= {(784, 64, 64, 64, 10)}
     runs = [run for p in made.select(made.figures, True) for run in planned_runs(p, {})]
     assert len({run.identity for run in runs}) == len(runs)
 
@@ -103,10 +106,20 @@ def test_presets_make_every_figure(preset):
 def test_the_paper_preset_is_the_papers_protocol():
     protocol = MNIST.load("paper").protocol
     base = protocol.base
-    assert (base.epochs, base.clip, base.widths) == (50, 1.0, (784, 64, 64, 10))
+    assert (base.epochs, base.clip, base.widths) == (50, 1.0, (784, 64, 64, 64, 10))
     cell = protocol.cell(METHODS["exact"], 1.0, "all")
     rates = [Run(cell, i, 0).learning_rate for i in protocol.learning_rates]
     assert rates == pytest.approx([10 ** (-0.25 * i) for i in range(13)])
+
+
+def test_work_is_in_the_order_of_the_presets_figures_and_begins_with_exact_training():
+    made = MNIST.load("paper")
+    jobs = missing_jobs(made.select(FIGURES, extras=True), [])
+    sketches = [job.runs[0].cell.sketch.partition("(")[0] for job in jobs]
+    assert list(dict.fromkeys(sketches))[:4] == ["", "L1", "Diagonal", "GradientSVD"]
+    assert sketches[:6] == ["", *["L1"] * 4, "Diagonal"]
+    assert len(jobs) == 137
+    assert {job.runs[0].cell.layers for job in jobs[-50:]} == {"first", "last"}
 
 
 def test_names_of_figures():
@@ -172,6 +185,12 @@ def test_identity_is_pinned():
         ("[protocol]\nbudgets = [1.5]", r"budget=1.5 is not a kept fraction"),
         ("[protocol]\nstack = 0", "must be at least 1"),
         ("[protocol]\nseeds = [0]\ntuning_seeds = 2", "tuning_seeds = 2; use 0 .* to 1"),
+        ("[protocol]\nhalving = [3, 1, 1]", r"halving = \[3, 1, 1\]; give falling .* at least 2"),
+        ("[protocol]\nhalving = [13, 5, 5, 5, 2]", "rising epochs"),
+        ("[protocol]\nhalving = [13, 50, 2]", "rising epochs"),
+        ("[protocol]\nhalving = [9, 1, 2]\nwiden = 0", "halving takes 9 learning_rates, widen = 0"),
+        ("[protocol]\nhalving = [13, 1, 2]", "widen = 0 and tuning_seeds = 0"),
+        ("[protocol]\nhalving = [13, 1, 2]\nwiden = 0\nstack = 12", "must be at least 13"),
         ("sweeps = 1", "sweeps is unknown; use extra, figures, protocol"),
         ("figures = ['3']", "figure '3' is unknown; use 1a"),
         ("[protocol", "is not valid TOML"),
@@ -231,6 +250,32 @@ def test_some_seeds_choose_the_rate_of_all():
 def test_of_equal_rates_the_smallest_is_best():
     runs = [Run(Protocol().cell(METHODS["l1"], 0.1, "all"), i, 0) for i in (0, 1, 2)]
     assert sweep.best_rate(runs, dict.fromkeys((r.identity for r in runs), 9.8)) == 2
+
+
+def test_halving_keeps_the_best_rates_of_each_seed():
+    cell = Protocol().cell(METHODS["l1"], 0.1, "all")
+    values = {0: (90, 95, 95, 10), 1: (99, 20, 30, 40)}
+    runs = [Run(cell, index, seed) for seed in (0, 1) for index in range(4)]
+    scores = {run: values[run.seed][run.rate_index] for run in runs}
+    passed = sweep.climbing(runs, scores, 2)
+    assert [(run.seed, run.rate_index) for run in passed] == [(0, 1), (0, 2), (1, 0), (1, 3)]
+    # Of equals the smallest rate, as in the choice at the end.
+    alone = sweep.climbing(runs[:4], scores, 1)
+    assert [run.rate_index for run in alone] == [2]
+    assert sweep.best_rate(runs[:4], {r.identity: scores[r] for r in runs}) == 2
+
+
+def test_halving_is_part_of_the_identity_and_seeds_stay_whole():
+    whole = Protocol(learning_rates=(0, 2, 4), widen=0, seeds=(0, 1, 2), stack=7)
+    halved = changed(whole, halving=(3, 1, 2))
+    point = Point("l1", "all", 0.1, halved)
+    assert point.cell.identity != Point("l1", "all", 0.1, whole).cell.identity
+    jobs = missing_jobs([point], [])
+    assert [[run.seed for run in job.runs] for job in jobs] == [[0, 0, 0, 1, 1, 1], [2, 2, 2]]
+    # 3 rates for an epoch and 2 for 49, in stacks of two seeds and of one
+    assert sum(job.cost for job in jobs) < sum(
+        job.cost for job in missing_jobs([Point("l1", "all", 0.1, whole)], [])
+    )
 
 
 def stored(point, values):
