@@ -20,7 +20,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from ..lab.pages import write_csv
+from ..lab.checkpoints import Checkpoints
+from ..lab.engine import Job
+from ..lab.pages import table, write_csv
 from ..lab.store import Row
 from ..lab.sweep import Run
 from .contest import Contest
@@ -85,6 +87,8 @@ class Decisions:
         self.scores = {row["run"]: row[names[row["tested"]]] for row in rows}
         self.sides: list[Side] = []
         self.control: int | None = None
+        self.best: dict[str, list[int]] = {}
+        """Batch sizes of a way, the one that did best on validation data first."""
         if contest.trained:
             ways = [find_way(name) for name in contest.ways]
             self._try_all_sizes(way for way in ways if way.sizes)
@@ -100,8 +104,6 @@ class Decisions:
     # -- stages ------------------------------------------------------------------------------------
 
     def _try_all_sizes(self, ways: Iterable[Way]) -> None:
-        self.best: dict[str, list[int]] = {}
-        """Batch sizes of a way, the one that did best on validation data first."""
         for way in ways:
             own = [self._tried(way, size, "") for size in self.contest.batches]
             if all(side.ranked for side in own):
@@ -181,13 +183,13 @@ class Decisions:
             side.place = max(known, key=lambda p: known[p]) if known else side.place
             if side.certain:
                 whose = "own" if side.place in {p for _, p in own} else labels[side.place]
-                many = f"of {len(runs)} rates " if len(runs) > 1 else ""
-                side.why += f"; {many}the one that ends best on test data ({whose})"
+                why = f"of {len(runs)} rates the one that ends best on test data ({whose})"
+                side.why += f"; {why if len(runs) > 1 else 'its own rate'}"
             if side.batch in {*best[:SHOWN], kept}:
                 ends[side.batch] = known.get(side.place) if side.certain else None
         scores = {size: score for size, score in ends.items() if score is not None}
         if ends and len(scores) == len(ends):
-            self.control = max(self.contest.batches, key=lambda n: scores.get(n, float("-inf")))
+            self.control = max(scores, key=lambda size: scores[size])
 
     def _lengths(self, side: Side) -> tuple[float, ...]:
         """All that a way has, at its size. Exact training: all where it is the control; two at its
@@ -278,6 +280,13 @@ class Decisions:
         return "; ".join(f"{rate:g}: {', '.join(texts)}" for rate, texts in scores.items())
 
 
+def missing_jobs(
+    contest: Contest, costs: Mapping[str, float], rows: Sequence[Row], checkpoints: Path
+) -> list[Job]:
+    kept = Checkpoints(checkpoints)
+    return [Job((run,), kept) for run in Decisions(contest, costs, rows).missing()]
+
+
 def reported(
     contest: Contest, costs: Mapping[str, float], way: Way, batch: int, share: float, place: int
 ) -> list[Run]:
@@ -286,15 +295,32 @@ def reported(
     return [Run(cell, place, seed) for seed in contest.seeds]
 
 
+def choices_table(choices: Sequence[Choice]) -> str:
+    """In Markdown, as a person reads it."""
+    header = ("way", "batch", "rate", "runs", "why", "rate: score", "at T; exact: on test data")
+    lines = [
+        [
+            find_way(choice.way).label + (f" ({choice.role})" if choice.role else ""),
+            str(choice.batch),
+            "" if choice.rate is None else f"{choice.rate:g}",
+            ", ".join(f"{share:g} T" for share in choice.lengths),
+            choice.why,
+            choice.tried,
+            choice.ended,
+        ]
+        for choice in choices
+    ]
+    return table(header, lines)
+
+
 def write_choices(folder: Path, choices: Sequence[Choice]) -> Path:
     """The lines of their tasks are replaced, those of others stay."""
     tasks = {choice.task for choice in choices}
     stored = [choice for choice in read_choices(folder) if choice.task not in tasks]
     lines = [
-        {**choice._asdict(), "lengths": " ".join(f"{share:g}" for share in choice.lengths),
-         "rate": "" if choice.rate is None else repr(choice.rate)}
+        {**choice._asdict(), "lengths": " ".join(f"{share:g}" for share in choice.lengths)}
         for choice in (*stored, *choices)
-    ]  # fmt: skip
+    ]
     return write_csv(folder / TABLE, lines)
 
 
@@ -304,9 +330,13 @@ def read_choices(folder: Path) -> list[Choice]:
         return []
     with (folder / TABLE).open(newline="", encoding="utf-8") as file:
         return [
-            Choice(**{
-                **row, "batch": int(row["batch"]), "rate": float(row["rate"] or "nan") or None,
-                "lengths": tuple(map(float, row["lengths"].split())),
-            })  # fmt: skip
+            Choice(
+                **{
+                    **row,
+                    "batch": int(row["batch"]),
+                    "rate": float(row["rate"]) if row["rate"] else None,
+                    "lengths": tuple(map(float, row["lengths"].split())),
+                }
+            )  # fmt: skip
             for row in csv.DictReader(file)
         ]

@@ -16,6 +16,7 @@ from ..lab.trainer import Trainer, outputs
 from ..tasks.table import TASKS, Task
 from .ways import CONTROLS, EXACT, Way, find_way
 
+
 @dataclass(frozen=True, kw_only=True)
 class TimedCell(Cell):
     """A way on a task, and how much time it has."""

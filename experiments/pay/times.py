@@ -20,7 +20,7 @@ from ..lab.pages import made_on
 from ..lab.problem import Problem
 from ..lab.trainer import Batch, generator, initialised
 from ..tasks.table import TASKS
-from .runs import Contest
+from .contest import Contest
 from .ways import TUNER, find_way, prepared
 
 DRAWN, STEPS = 1500, 3
