@@ -243,6 +243,6 @@ def _table(line: dict[str, Any]) -> list[list[str]]:
 ADVISE = AdviseStudy(
     name="advise",
     help="what advise says of real tasks, in two minutes each",
-    out="docs/results/advise",
+    published={"cpu": "advise"},
     settings=Settings(),
 )

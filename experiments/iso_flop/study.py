@@ -41,7 +41,7 @@ class IsoFlopStudy(MnistStudy):
     def figures_asked(self, options: Any) -> list[str]:
         return []
 
-    def draw(self, reading: Reading) -> list[Path]:
+    def summarise(self, reading: Reading) -> list[Path]:
         return [write_csv(reading.out / "summary.csv", [_line(s, reading) for s in reading.extras])]
 
     def facts(self, reading: Reading) -> dict[str, Any]:
@@ -74,7 +74,7 @@ ISO_FLOP = IsoFlopStudy(
     name="iso-flop",
     help="train loss at equal nominal cost: 1/p times as many steps",
     title="Train loss at equal nominal cost",
-    published={"cpu": "docs/results/iso-flop"},
+    published={"cpu": "iso-flop"},
     protocol=Protocol(MnistCell(widths=(784, 64, 64, 64, 10)), budgets=(0.5, 0.05)),
     findings=FINDINGS,
     sort_by=("widths", "epochs", "clip"),

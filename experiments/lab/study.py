@@ -55,10 +55,9 @@ class Study(ABC):
 
     name: str
     help: str
-    out: str = "results/{name}-{preset}"
-    """The folder that results go to."""
     published: Mapping[str, str] = field(default_factory=dict)
-    """Presets whose results are part of the documentation, and their folders."""
+    """Presets whose results are part of the documentation, and their folders there: they are drawn
+    again from what is committed. Those of others are kept in ``results``."""
 
     @cached_property
     def folder(self) -> Path:
@@ -73,14 +72,16 @@ class Study(ABC):
         return read_preset(preset, self.folder / "presets", self.preset_prefix)
 
     def out_folder(self, options: argparse.Namespace, preset: str) -> Path:
-        folder = self.published.get(preset) or self.out.format(name=self.name, preset=preset)
+        documented = self.published.get(options.preset)
+        folder = f"docs/results/{documented}" if documented else f"results/{self.name}-{preset}"
         return Path(options.out or folder)
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
         add("--preset", default="smoke", help="smoke, cpu, paper, or a path to a .toml file")
-        folder = self.out.format(name=self.name, preset="PRESET")
-        add("--out", help=f"folder for results, figures and page ({folder})")
+        folders = [f"results/{self.name}-PRESET"]
+        folders += [f"{preset}: docs/results/{name}" for preset, name in self.published.items()]
+        add("--out", help=f"folder for results, figures and page ({', '.join(folders)})")
         add("--stored", action="store_true", help="train nothing: draw from the stored results")
         add("--quiet", action="store_true", help="no progress on the screen")
 
@@ -90,7 +91,10 @@ class Study(ABC):
 
     def finish(self, written: Iterable[Path], out: Path, facts: Mapping[str, Any]) -> int:
         """Writes the page and names all files."""
-        for path in (*written, write_page(out, self.folder, {"study": self, **facts})):
+        return self.say((*written, write_page(out, self.folder, {"study": self, **facts})))
+
+    def say(self, written: Iterable[Path]) -> int:
+        for path in written:
             sys.stdout.write(f"{path}\n")
         return 0
 
@@ -191,7 +195,8 @@ class SweepStudy(Study):
         super().add_options(parser)
         add = parser.add_argument
         if self.figures:
-            add("--figure", default="all", choices=self.figure_names, help="which figure to make")
+            told = "which figure to train and draw; page and summary are made with all of them"
+            add("--figure", default="all", choices=self.figure_names, help=told)
         add("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: in this one")
         add("--engine", default=self.engine, choices=sorted(ENGINES), help="ray: a Ray cluster")
         add("--plan", action="store_true", help="only say how much there is to do")
@@ -229,8 +234,12 @@ class SweepStudy(Study):
                 write_table(store.rows(), out, self.schema)
             self.measure(sweep, points, out)
         reading = Reading(sweep, tuple(names), read_rows(out, self.schema), out)
+        written = self.draw(reading)
+        if set(names) != set(sweep.figures):
+            return self.say(written)
+        written += self.summarise(reading)
         facts = {"sweep": sweep, "protocol": sweep.protocol, "cell": sweep.protocol.base}
-        return self.finish(self.draw(reading), out, {**facts, **self.facts(reading)})
+        return self.finish(written, out, {**facts, **self.facts(reading)})
 
     def plan(self, points: Sequence[Point], out: Path, workers: int) -> str:
         stored = (out / DATABASE).is_file() or table_path(out).is_file()
@@ -257,15 +266,19 @@ class SweepStudy(Study):
         return f"{protocol.base.network}, seeds: {len(protocol.seeds)}"
 
     def draw(self, reading: Reading) -> list[Path]:
-        """All figures that have results, and the table of points."""
+        """All figures that were asked for and have results."""
         text = self.describe(reading.sweep.protocol)
         written: list[Path] = []
         for name, results in reading.figures.items():
             figure = reading.sweep.figures[name]
             written += draw_figure(figure, results, text, reading.out)
+        return written
+
+    def summarise(self, reading: Reading) -> list[Path]:
+        """The table of points."""
         every = {s.point.cell: s for s in (*reading.points, *reading.extras)}
         lines = [_point_line(s) for s in sorted(every.values(), key=_point_order)]
-        return [*written, write_csv(reading.out / "summary.csv", lines, short=False)]
+        return [write_csv(reading.out / "summary.csv", lines, short=False)]
 
     def facts(self, reading: Reading) -> dict[str, Any]:
         """What the page's template needs."""

@@ -203,7 +203,7 @@ MNIST = MnistStudy(
     name="mnist",
     help="the paper's MLP study on MNIST",
     title="The paper's MLP study on MNIST",
-    published={"paper": "docs/results/mnist"},
+    published={"cpu": "mnist-cpu", "paper": "mnist"},
     protocol=Protocol(MnistCell(), stack=20),
     findings=FINDINGS,
     figures=FIGURES,

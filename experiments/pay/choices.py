@@ -16,6 +16,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -84,7 +85,7 @@ class Decisions:
     def __init__(self, contest: Contest, costs: Mapping[str, float], rows: Sequence[Row]) -> None:
         names = ("validation_accuracy", "test_accuracy")
         self.contest, self.costs = contest, costs
-        self.scores = {row["run"]: row[names[row["tested"]]] for row in rows}
+        self.scores: dict[str, float] = {row["run"]: row[names[row["tested"]]] for row in rows}
         self.sides: list[Side] = []
         self.control: int | None = None
         self.best: dict[str, list[int]] = {}
@@ -329,14 +330,10 @@ def read_choices(folder: Path) -> list[Choice]:
     if not (folder / TABLE).is_file():
         return []
     with (folder / TABLE).open(newline="", encoding="utf-8") as file:
-        return [
-            Choice(
-                **{
-                    **row,
-                    "batch": int(row["batch"]),
-                    "rate": float(row["rate"]) if row["rate"] else None,
-                    "lengths": tuple(map(float, row["lengths"].split())),
-                }
-            )  # fmt: skip
-            for row in csv.DictReader(file)
-        ]
+        return [_choice(row) for row in csv.DictReader(file)]
+
+
+def _choice(row: dict[str, str]) -> Choice:
+    rate = float(row.pop("rate") or "nan")
+    batch, lengths = int(row.pop("batch")), tuple(map(float, row.pop("lengths").split()))
+    return Choice(batch=batch, rate=None if isnan(rate) else rate, lengths=lengths, **row)

@@ -1,4 +1,4 @@
-"""What the page and the summary say: numbers from stored results; the words are in the templates."""
+"""What page and summary say: numbers from stored results; the words are in the templates."""
 
 from __future__ import annotations
 

@@ -171,5 +171,5 @@ def _rows(out: Path, contest: Contest) -> list[Row]:
 PAY = PayStudy(
     name="pay",
     help="quality at equal wall-clock, against exact training at its best",
-    published={"cpu": "docs/results/pay"},
+    published={"cpu": "pay"},
 )

@@ -144,6 +144,7 @@ RCS = RcsStudy(
     name="rcs",
     help="is the bias of dW why RCS does not dominate?",
     title="The RCS question on a vision transformer",
+    published={"cpu": "rcs-cpu"},
     protocol=Protocol(CifarCell(), learning_rates=(-4, -2, 0, 2, 4), widen=1),
     findings=FINDINGS,
     figures={"rcs": Figure("rcs", "RCS literal and corrected", 100, highest=None)},
