@@ -12,8 +12,6 @@ from .lab import ExperimentError
 
 BUDGET = "{p}"
 EXACT = "exact"
-SAMPLED = "sampled_backward("
-"""Starts the expression of a run whose samples are drawn outside of the layers."""
 PLACES = ("all", "first", "last")
 """Which layers are sketched; the first is the one next to the data."""
 
@@ -53,8 +51,7 @@ COLOURS = {
     "element": (156, 39, 176), "sample": (0, 188, 212), "uniform": (120, 144, 156),
     "l1": (230, 81, 0), "l2": (0, 150, 136), "var": (255, 193, 7), "ds": (27, 94, 32),
     "gsv": (63, 81, 181), "rcs": (233, 30, 99), "control columns": (93, 64, 55),
-    "control samples": (33, 33, 33), "rows": (121, 85, 201), "sampled": (255, 87, 34),
-    "baseline": (0, 0, 0),
+    "control samples": (33, 33, 33), "rows": (121, 85, 201), "baseline": (0, 0, 0),
 }  # fmt: skip
 """The paper's colours (RGB), and more for what it lacks."""
 
@@ -109,8 +106,6 @@ _METHODS = (
            "control samples", _EVERY, ":", sketched="last", control=True),
     # Not in the paper: rows of G by ‖g_b‖; those that the last layer keeps are kept by all.
     Method("rows", "rows by importance", "Rows({p}, exact_bias=False)", "rows", (_B, _S), "-."),
-    # In no figure of the paper's study: the whole backward on samples drawn at the output.
-    Method("sampled", "sampled_backward", f"{SAMPLED}{{p}})", "sampled", (), "-."),
     Method(EXACT, "baseline", "", "baseline", (*_EVERY, _R)),
 )  # fmt: skip
 METHODS = {method.name: method for method in _METHODS}
@@ -126,7 +121,7 @@ def find_method(name: str) -> Method:
 
 def make_sketch(expression: str) -> AnySketch | None:
     """The sketch of a run's layers; ``None`` for exact ones."""
-    if not expression or expression.startswith(SAMPLED):
+    if not expression:
         return None
     try:
         sketch = parse_sketch(expression)
@@ -141,12 +136,3 @@ def layer_sketch(expression: str) -> Sketch | None:
     if not (sketch is None or isinstance(sketch, Sketch)):
         raise ExperimentError(f"{expression} is for whole blocks; give a sketch of one layer")
     return sketch
-
-
-def share_of(expression: str, kind: str) -> float:
-    """The budget of ``sampled_backward``; 0 for any other expression.
-
-    >>> share_of("sampled_backward(0.3)", SAMPLED), share_of("L1(0.3)", SAMPLED)
-    (0.3, 0.0)
-    """
-    return float(expression.removeprefix(kind)[:-1]) if expression.startswith(kind) else 0.0

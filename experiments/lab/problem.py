@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sketchprop as sp
 
-from ..methods import SAMPLED, make_sketch, share_of
+from ..methods import make_sketch
 from .checkpoints import FOLDER, Checkpoint, State
 from .trainer import (
     Batch,
@@ -94,7 +94,6 @@ class Problem:
             seed,
             marks,
             loss=self.loss,
-            sampled=share_of(sketch, SAMPLED),
             control=control,
             worst=self.worst,
         )

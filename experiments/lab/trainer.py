@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import sketchprop as sp
 from sketchprop.meters import measure_flops
 
 from .checkpoints import Checkpoint, State
@@ -119,21 +118,14 @@ def best_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def step_flops(model: nn.Module, loss: Loss, batch: Batch, sampled: float = 0.0) -> float:
-    """FLOPs of a step: forward, backward, scores and draws; the optimizer's are left out.
-
-    ``sampled``: the budget of ``sampled_backward``, whose kept samples run forward twice.
-    """
+def step_flops(model: nn.Module, loss: Loss, batch: Batch) -> float:
+    """FLOPs of a step: forward, backward, scores and draws; the optimizer's are left out."""
 
     def loss_of(model: Any, batch: Any) -> Tensor:
         return loss(model(batch[0]), batch[1])
 
     report = measure_flops(model, loss_of, batch)
-    if not sampled:
-        return report.forward + report.sketched_backward
-    r = max(1, round(sampled * len(batch[1])))
-    kept = measure_flops(model, loss_of, (batch[0][:r], batch[1][:r]))
-    return report.forward + kept.forward + kept.exact_backward
+    return report.forward + report.sketched_backward
 
 
 def outputs(model: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
@@ -173,14 +165,13 @@ class Trainer:
         marks: Sequence[int],
         *,
         loss: Loss = F.cross_entropy,
-        sampled: float = 0.0,
         device: torch.device | None = None,
         control: Callable[[nn.Module, torch.optim.Optimizer], Control] | None = None,
         worst: float = 0.0,
     ) -> None:
         self.device = device or torch.device("cpu")
         self.model, self.feed, self.recipe, self.marks = model.to(self.device), feed, recipe, marks
-        self.evaluate, self.loss_fn, self.sampled, self.seed = evaluate, loss, sampled, seed
+        self.evaluate, self.loss_fn, self.seed = evaluate, loss, seed
         self.worst = worst
         self.optimizer = recipe.make(model)
         self.control = control(self.model, self.optimizer) if control else None
@@ -236,7 +227,7 @@ class Trainer:
         began = time.perf_counter()
         torch.manual_seed(seed_of("counting", self.seed))
         self.model.train()
-        self.flops = step_flops(self.model, self.loss_fn, self.feed.first(), self.sampled)
+        self.flops = step_flops(self.model, self.loss_fn, self.feed.first())
         self.model.zero_grad()
         torch.manual_seed(seed_of("draws", self.seed))
         self.random = self._random()
@@ -251,11 +242,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate(self.spent)
         self.optimizer.zero_grad()
-        if self.sampled:
-            loss = sp.sampled_backward(self.model, self.loss_fn, x, y, self.sampled)
-        else:
-            loss = self.loss_fn(self.model(x), y)
-            loss.backward()  # type: ignore[no-untyped-call]
+        loss = self.loss_fn(self.model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
         if self.recipe.clip:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
             self.clipped += int(norm > self.recipe.clip)

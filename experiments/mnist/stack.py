@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from .. import data
 from ..lab.pictures import Parts, split
 from ..lab.sweep import Run, climbing
 from ..lab.trainer import generator
-from ..methods import SAMPLED, layer_sketch, share_of
+from ..methods import layer_sketch
 from .study import PIXELS, MnistCell
 
 AHEAD = 1 << 14
@@ -164,50 +164,6 @@ class Stack:
         return 100.0 * right.double() / len(part.labels)
 
 
-class SampledStack(Stack):
-    """``sampled_backward`` itself, one replica after the other: it draws samples by the gradient
-    at the output, and runs the network again on those."""
-
-    def __init__(self, cell: MnistCell, runs: Sequence[Run]) -> None:
-        super().__init__(cell, runs)
-        self.budget = share_of(cell.sketch, SAMPLED)
-        self.draws = Uniforms("draws at the output", self.seeds)
-
-    def step(self, x: Tensor, labels: Tensor) -> None:
-        u = self.draws(self.rates, (len(self.seeds),))
-        replicas = zip(*(w.unbind() for w in (*self.weights, *self.biases)), strict=True)
-        losses = torch.stack(
-            [
-                sp.sampled_loss(
-                    partial(_network, own),
-                    F.cross_entropy,
-                    x[r],
-                    labels[r],
-                    self.budget,
-                    uniforms=partial(_given, u[r]),
-                )
-                for r, own in enumerate(replicas)
-            ]
-        )
-        parameters = [*self.weights, *self.biases]
-        self._update(parameters, torch.autograd.grad(losses.sum(), parameters))
-        self.loss += losses.detach()
-        self.steps += 1
-
-
-def _given(u: Tensor, p: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A replica's own uniform, whatever else is in its stack."""
-    return u
-
-
-def _network(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-    """One replica: all of its weights, then all of its biases."""
-    half = len(parameters) // 2
-    for index, (W, b) in enumerate(zip(parameters[:half], parameters[half:], strict=True)):
-        x = F.linear(x.relu() if index else x, W, b)
-    return x
-
-
 def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Trains replicas of one cell together; what was found for each, in the same order. A rate
     that halving leaves behind ends there."""
@@ -218,9 +174,8 @@ def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
         raise ValueError("replicas of one stack may differ in learning rate and seed only")
     found = load(cell.train_rows, cell.validation_rows, cell.test_rows, cell.pixels)
     # torch multiplies a stack of one on another path, which rounds differently: it gets a twin.
-    kind = SampledStack if share_of(cell.sketch, SAMPLED) else Stack
     trained = list(runs if len(runs) > 1 else [runs[0], runs[0]])
-    stack = kind(cell, trained)
+    stack = Stack(cell, trained)
     orders = {seed: generator("order", seed) for seed in stack.seeds}
     if cell.halving and set(Counter(run.seed for run in runs).values()) != {cell.together}:
         raise ValueError(f"a seed that halves needs its {cell.together} rates in one stack")
@@ -332,8 +287,6 @@ def layer_ranks(cell: MnistCell) -> list[float]:
     """How many atoms each layer keeps, or is expected to keep; exact layers: all columns."""
     shapes = list(zip(cell.widths[1:], cell.widths[:-1], strict=True))
     B = cell.batch_size
-    if share := share_of(cell.sketch, SAMPLED):
-        return [float(sp.Rows(share).rank(B))] * len(shapes)
     return [
         round(float(sketch.rank(sketch.atom_count(B, n, d))), 4)
         for sketch, (n, d) in zip(layer_sketches(cell), shapes, strict=True)
