@@ -13,9 +13,8 @@ from .lab import ExperimentError
 from .mnist.study import MNIST
 from .noise.study import NOISE
 from .pay.study import PAY
-from .rcs.study import RCS
 
-COMMANDS = (MNIST, ISO_FLOP, RCS, NOISE, ADVISE, PAY)
+COMMANDS = (MNIST, ISO_FLOP, NOISE, ADVISE, PAY)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -62,7 +62,7 @@ def colour(name: str) -> tuple[float, ...]:
 
 _FL = ("all", "first", "last")
 _A, _B, _P, _S = "1a", "1b", "2a", "2b"
-_LM, _LC, _LS, _C, _R = "location-masks", "location-coordinate", "location-spectral", "cifar", "rcs"
+_LM, _LC, _LS, _C = "location-masks", "location-coordinate", "location-spectral", "cifar"
 _EVERY = (_A, _B, _P, _S, _LM, _LC, _LS, _C)
 _IND = 'sampling="independent", exact_bias=False'
 _PAPER = "paper=True, exact_bias=False"
@@ -71,20 +71,17 @@ _PAPER = "paper=True, exact_bias=False"
 # Its figures 1a and 1b show `diag_optimal_sec_mom` under the legend RCS and `optimal_sec_mom`
 # under DS; the legends here follow what is run.
 _METHODS = (
-    Method("l1", "ℓ1", "L1({p}, exact_bias=False)", "l1", (_A, _P, _S, _LC, _C, _R), places=_FL),
+    Method("l1", "ℓ1", "L1({p}, exact_bias=False)", "l1", (_A, _P, _S, _LC, _C), places=_FL),
     Method("l1-independent", "ℓ1, independent", f"L1({{p}}, {_IND})", "l1", (_A,), "--"),
-    Method("ds", "DS", f"Diagonal({{p}}, {_PAPER})", "ds", (_A, _B, _S, _LC, _C, _R), places=_FL),
+    Method("ds", "DS", f"Diagonal({{p}}, {_PAPER})", "ds", (_A, _B, _S, _LC, _C), places=_FL),
     Method("ds-independent", "DS, independent", f"Diagonal({{p}}, {_IND}, paper=True)", "ds",
            (_A,), "--"),
-    Method("gsv", "G-SV", "GradientSVD({p}, exact_bias=False)", "gsv", (_A, _S, _LS, _C, _R),
+    Method("gsv", "G-SV", "GradientSVD({p}, exact_bias=False)", "gsv", (_A, _S, _LS, _C),
            places=_FL),
     Method("gsv-independent", "G-SV, independent", f"GradientSVD({{p}}, {_IND})", "gsv", (_A,),
            "--"),
-    Method("rcs", "RCS", f"RankConstrained({{p}}, {_PAPER})", "rcs", (_A, _B, _S, _LS, _C, _R),
+    Method("rcs", "RCS", f"RankConstrained({{p}}, {_PAPER})", "rcs", (_A, _B, _S, _LS, _C),
            places=_FL),
-    # Not in the paper: no direction of G is invisible, so dW is unbiased in every layer.
-    Method("rcs-corrected", "RCS, corrected", "RankConstrained({p}, exact_bias=False)", "rcs",
-           (_R,), "-."),
     Method("rcs-independent", "RCS, independent", f"RankConstrained({{p}}, {_IND}, paper=True)",
            "rcs", (_A,), "--"),
     Method("element", "per element", f"ElementMask({{p}}, {_IND})", "element", (_B, _LM, _C),
@@ -106,7 +103,7 @@ _METHODS = (
            "control samples", _EVERY, ":", sketched="last", control=True),
     # Not in the paper: rows of G by ‖g_b‖; those that the last layer keeps are kept by all.
     Method("rows", "rows by importance", "Rows({p}, exact_bias=False)", "rows", (_B, _S), "-."),
-    Method(EXACT, "baseline", "", "baseline", (*_EVERY, _R)),
+    Method(EXACT, "baseline", "", "baseline", _EVERY),
 )  # fmt: skip
 METHODS = {method.name: method for method in _METHODS}
 

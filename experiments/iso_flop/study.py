@@ -38,9 +38,6 @@ class IsoFlopStudy(MnistStudy):
         ]
         return replace(sweep, extras=tuple(sorted(points, key=lambda p: -p.budget)))
 
-    def figures_asked(self, options: Any) -> list[str]:
-        return []
-
     def summarise(self, reading: Reading) -> list[Path]:
         return [write_csv(reading.out / "summary.csv", [_line(s, reading) for s in reading.extras])]
 

@@ -206,7 +206,11 @@ class SweepStudy(Study):
         return (*self.figures, "all")
 
     def figures_asked(self, options: argparse.Namespace) -> list[str]:
-        return list(self.figures)
+        """One, all, or all of a kind: ``location`` is three panels."""
+        name = getattr(options, "figure", "all")
+        if name in self.figures:
+            return [name]
+        return [each for each in self.figures if name == "all" or each.startswith(f"{name}-")]
 
     def select(self, sweep: Sweep, options: argparse.Namespace) -> tuple[list[str], list[Point]]:
         """The figures to be drawn, and the points to be trained."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..lab import ExperimentError
 from ..lab.checkpoints import Checkpoints
 from ..lab.claims import Claim, Comparison, all_layers, pairs
 from ..lab.pictures import PictureCell
@@ -164,30 +162,9 @@ FIGURES = {
 }
 
 
-def figures_named(name: str, no_clip: bool = False) -> list[str]:
-    """``location`` is three panels, ``all`` is everything."""
-    if no_clip:
-        if name not in ("2b", "all"):
-            raise ExperimentError(f"--no-clip goes with --figure 2b, not {name}")
-        return ["2b-no-clip"] if name == "2b" else list(FIGURES)
-    if name == "all":
-        return list(FIGURES)
-    if name == "location":
-        return [f for f in FIGURES if f.startswith("location-")]
-    return [name]
-
-
 @dataclass(frozen=True, kw_only=True)
 class MnistStudy(SweepStudy):
-    figure_names = ("1a", "1b", "2a", "2b", "location", "all")
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        super().add_options(parser)
-        text = "figure 2b without gradient clipping"
-        parser.add_argument("--no-clip", action="store_true", help=text)
-
-    def figures_asked(self, options: argparse.Namespace) -> list[str]:
-        return figures_named(options.figure, options.no_clip)
+    figure_names = (*FIGURES, "location", "all")
 
     def describe(self, protocol: Protocol) -> str:
         cell = protocol.base

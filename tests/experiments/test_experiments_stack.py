@@ -44,9 +44,7 @@ def without_time(found):
     return [{k: v for k, v in one.items() if k != "wall_seconds"} for one in found]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, method in METHODS.items() if method.figures] + ["sampled"]
-)
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.figures])
 def test_a_replica_in_a_stack_gives_the_numbers_of_the_replica_alone(name):
     cell = cell_of(name, budget=0.1, widths=(784, 64, 64, 10), batch_size=64)
     runs = [Run(cell, index, seed) for seed in (3, 5) for index in (0, 2, 4)]
