@@ -75,6 +75,8 @@ class Side:
     """Runs in the whole time that decide between rates, by place."""
     place: int | None = None
     """Of the rate."""
+    score: float = 0.0
+    """Of exact training, in the whole time on test data."""
     certain: bool = False
     lengths: tuple[float, ...] = ()
 
@@ -106,21 +108,21 @@ class Decisions:
 
     def _try_all_sizes(self, ways: Iterable[Way]) -> None:
         for way in ways:
-            own = [self._tried(way, size, "") for size in self.contest.batches]
-            if all(side.ranked for side in own):
-                order = sorted(own, key=lambda side: -side.ranked[0][0])
-                self.best[way.name] = [side.batch for side in order]
-                for rank, side in enumerate(order, 1):
-                    side.why = f"size {rank} of {len(own)} on validation data"
+            sides = [self._tried(way, size, "") for size in self.contest.batches]
+            if all(side.ranked for side in sides):
+                sides.sort(key=lambda side: -side.ranked[0][0])
+                self.best[way.name] = [side.batch for side in sides]
+                for rank, side in enumerate(sides, 1):
+                    side.why = f"size {rank} of {len(sides)} on validation data"
 
     def _follow(self, ways: Iterable[Way]) -> None:
         for way in ways:
             for leader in way.follows:
                 size, why = self.contest.published, "the published size"
                 if leader != PUBLISHED:
-                    known = leader if leader in self.contest.ways else EXACT
-                    size = next(iter(self.best.get(known, ())), 0)
-                    why = f"the best size of {find_way(known).label}"
+                    name = leader if leader in self.contest.ways else EXACT
+                    size = next(iter(self.best.get(name, ())), 0)
+                    why = f"the best size of {find_way(name).label}"
                 if size and self.side(way.name, size) is None:
                     self._tried(way, size, why)
 
@@ -155,7 +157,7 @@ class Decisions:
             cell = self.contest.cell(side.way, side.batch, 1.0, self.costs, tested=0)
             for _, place in side.ranked[:FINALISTS]:
                 side.ended[place] = [Run(cell, place, seed) for seed in self.contest.tuning_seeds]
-            side.certain = self._known_ends(side)
+            side.certain = all(map(self.known, side.ended.values()))
             if side.certain:
                 side.place = max(side.ended, key=lambda p: self._mean(side.ended[p]))
                 why = f"of its two best rates at {self.contest.tuned_at:g} T the better at T"
@@ -166,31 +168,39 @@ class Decisions:
         return not side.way.sizes or self.best.get(side.way.name, [0])[0] == side.batch
 
     def _choose_control(self) -> None:
-        """Exact training at its best sizes and at those of others, with their rates too."""
-        best, kept = self.best.get(EXACT, []), next(iter(self.best.get(KEPT, ())), None)
-        ends = {}
-        for side in (side for side in self.sides if side.way.name == EXACT and side.ranked):
+        """Exact training at its best sizes and at that of kept tokens: the size that ends best."""
+        exact = [side for side in self.sides if side.way.name == EXACT and side.ranked]
+        rivals = (
+            {*self.best[EXACT][:SHOWN], *self.best.get(KEPT, [])[:1]}
+            if EXACT in self.best
+            else set()
+        )
+        for side in exact:
             side.place = side.ranked[0][1]
-            own = side.ranked[: FINALISTS if self.contest.finals else 1]
-            others = [s for s in self.sides if s.batch == side.batch and s.certain]
-            labels = {s.place: s.way.label for s in reversed(others)}
-            places = dict.fromkeys([p for _, p in own] + [s.place for s in others])
-            runs = {p: self.reported(side, 1.0, p) for p in places if p is not None}
-            if not best or side.batch not in {*best[:SHOWN], kept, self.contest.published}:
-                continue
-            side.ended = runs
-            side.certain = self.settled and self._known_ends(side)
-            known = {p: self._mean(r) for p, r in runs.items() if self.known(r)}
-            side.place = max(known, key=lambda p: known[p]) if known else side.place
-            if side.certain:
-                whose = "own" if side.place in {p for _, p in own} else labels[side.place]
-                why = f"of {len(runs)} rates the one that ends best on test data ({whose})"
-                side.why += f"; {why if len(runs) > 1 else 'its own rate'}"
-            if side.batch in {*best[:SHOWN], kept}:
-                ends[side.batch] = known.get(side.place) if side.certain else None
-        scores = {size: score for size, score in ends.items() if score is not None}
-        if ends and len(scores) == len(ends):
-            self.control = max(scores, key=lambda size: scores[size])
+            if side.batch in {*rivals, self.contest.published}:
+                self._end(side)
+        ends = {side.batch: side.score for side in exact if side.certain and side.batch in rivals}
+        if rivals and set(ends) == rivals:
+            self.control = max(ends, key=lambda size: ends[size])
+
+    def _end(self, side: Side) -> None:
+        """Exact training in the whole time: at its own rate, with ``finals`` at its best two, and
+        at those which others chose at this size. The one that ends best on test data is taken."""
+        count = FINALISTS if self.contest.finals else 1
+        whose = {place: "own" for _, place in side.ranked[:count]}
+        for other in self.sides:
+            if other.batch == side.batch and other.certain and other.place is not None:
+                whose.setdefault(other.place, other.way.label)
+        side.ended = {place: self.reported(side, 1.0, place) for place in whose}
+        scores = {p: self._mean(runs) for p, runs in side.ended.items() if self.known(runs)}
+        side.certain = self.settled and len(scores) == len(whose)
+        if not scores:
+            return
+        place = side.place = max(scores, key=lambda each: scores[each])
+        side.score = scores[place]
+        if side.certain:
+            why = f"of {len(whose)} rates the one that ends best on test data ({whose[place]})"
+            side.why += f"; {why if len(whose) > 1 else 'its own rate'}"
 
     def _lengths(self, side: Side) -> tuple[float, ...]:
         """All that a way has, at its size. Exact training: all where it is the control; two at its
@@ -263,9 +273,6 @@ class Decisions:
     def known(self, runs: Iterable[Run]) -> bool:
         return all(run.identity in self.scores for run in runs)
 
-    def _known_ends(self, side: Side) -> bool:
-        return all(map(self.known, side.ended.values()))
-
     def _score(self, run: Run) -> float:
         return self.scores[run.identity]
 
@@ -284,8 +291,8 @@ class Decisions:
 def missing_jobs(
     contest: Contest, costs: Mapping[str, float], rows: Sequence[Row], checkpoints: Path
 ) -> list[Job]:
-    kept = Checkpoints(checkpoints)
-    return [Job((run,), kept) for run in Decisions(contest, costs, rows).missing()]
+    saved = Checkpoints(checkpoints)
+    return [Job((run,), saved) for run in Decisions(contest, costs, rows).missing()]
 
 
 def reported(
@@ -322,7 +329,7 @@ def write_choices(folder: Path, choices: Sequence[Choice]) -> Path:
         {**choice._asdict(), "lengths": " ".join(f"{share:g}" for share in choice.lengths)}
         for choice in (*stored, *choices)
     ]
-    return write_csv(folder / TABLE, lines)
+    return write_csv(folder / TABLE, lines, short=False)
 
 
 def read_choices(folder: Path) -> list[Choice]:
