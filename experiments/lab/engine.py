@@ -33,7 +33,7 @@ Trained = tuple["Job", list[Row]]
 Engine = Callable[[Sequence["Job"], int], Iterator[Trained]]
 Report = Callable[[float, float, str], None]
 LINE_EVERY = 20.0
-"""Seconds between two lines of progress in a file."""
+"""Seconds between two lines of progress."""
 
 
 @dataclass(frozen=True)
@@ -220,36 +220,8 @@ def _start_worker(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Report]:
-    """A bar with the time left, on the error stream; where that is no terminal, lines."""
-    if not sys.stderr.isatty():
-        yield _lines()
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    parts = (BarColumn(30), "{task.percentage:>3.0f}%", TextColumn("· {task.description} ·"),
-             TimeElapsedColumn(), "spent ·", TimeRemainingColumn(), "left")  # fmt: skip
-    with Progress(*parts, console=Console(stderr=True)) as bar:
-        line = bar.add_task("", total=None)
-
-        def report(finished: float, total: float, text: str) -> None:
-            if not finished:
-                bar.reset(line)
-            bar.update(line, completed=finished, total=total, description=text)
-
-        yield report
-
-
-def _lines() -> Report:
-    """For a file or a pipe: a line now and then."""
+def progress_lines() -> Report:
+    """What is done and the time left, on the error stream: a line now and then."""
     start = last = time.monotonic()
 
     def report(finished: float, total: float, text: str) -> None:

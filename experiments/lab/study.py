@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
 import os
 import sys
@@ -21,7 +20,7 @@ import sketchprop as sp
 from ..methods import EXACT
 from . import ExperimentError, claims
 from .claims import Claim
-from .engine import ENGINES, missing_jobs, progress_bar, run_sweep
+from .engine import ENGINES, missing_jobs, progress_lines, run_sweep
 from .figures import draw_figure, order
 from .pages import write_csv, write_page
 from .selection import PointResult, Results
@@ -231,8 +230,8 @@ class SweepStudy(Study):
             return 0
         if not options.stored:
             sp.keep_pages()
-            with Store(out, self.schema) as store, contextlib.ExitStack() as stack:
-                report = None if options.quiet else stack.enter_context(progress_bar())
+            report = None if options.quiet else progress_lines()
+            with Store(out, self.schema) as store:
                 missing = partial(missing_jobs, points)
                 run_sweep(missing, store, ENGINES[options.engine], options.workers, report)
                 write_table(store.rows(), out, self.schema)

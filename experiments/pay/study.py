@@ -4,7 +4,6 @@ best batch size."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 import sketchprop as sp
 
 from ..lab import ExperimentError
-from ..lab.engine import ENGINES, progress_bar, run_sweep
+from ..lab.engine import ENGINES, progress_lines, run_sweep
 from ..lab.pages import read_json, write_csv, write_json
 from ..lab.store import DATABASE, Row, Store, read_rows, table_path, write_table
 from ..lab.study import Study, schema_of
@@ -116,8 +115,8 @@ class PayStudy(Study):
         if options.times or not contest.trained:
             return
         costs = known["costs"]
-        with Store(folder, SCHEMA) as store, contextlib.ExitStack() as stack:
-            report = None if options.quiet else stack.enter_context(progress_bar())
+        report = None if options.quiet else progress_lines()
+        with Store(folder, SCHEMA) as store:
             missing = partial(missing_jobs, _narrowed(contest, options.ways), costs)
             run_sweep(missing, store, ENGINES[options.engine], options.workers, report)
             rows = store.rows()
