@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from sketchprop.cli.show import show as show_tables
+from sketchprop.cli.expressions import parse_sketch
+from sketchprop.cli.show import say
 from sketchprop.core.table import Column, Table, words
 
 from . import imports, layers, models, peak, profile, tokens, tuner
@@ -28,7 +29,7 @@ from .timing import restart_pinned
 def main() -> None:
     args = _parser().parse_args()
     if args.command == "page":
-        print(f"page: {write_page()}")  # noqa: T201
+        say(f"page: {write_page()}")
         return
     if args.command not in ("memory", "peak", "import"):
         restart_pinned(args.allocator)
@@ -37,12 +38,32 @@ def main() -> None:
     name = f"{args.command}{_kind(args)}-{args.threads}-thread{'s' * (args.threads > 1)}"
     output = args.output or FOLDER / f"{name}.json"
     title = f"{args.command}: time over exact, {args.threads} thread(s), {args.allocator} allocator"
+    lines, extras = _measure(args)
+    if lines:
+        show(title, lines, extras)
+    if args.command == "linear" and args.sketches and not args.output:
+        return  # one reader's question: printed, not a result of the page
+    allocator = "default" if args.command in ("import", "peak") else args.allocator
+    save(output, command, allocator, lines, extras)
+    say(f"results: {output}")
+    if lines and (args.plot or args.command == "linear"):
+        picture = args.plot or output.with_suffix(".png")
+        plot(picture, lines, title)
+        say(f"picture: {picture}")
+
+
+def _kind(args: argparse.Namespace) -> str:
+    """Compiled models are lines beside others; on kept tokens they are a table of their own."""
+    words_of = ("compile", "profile") if args.command == "tokens" else ()
+    return "".join(f"-{word}" for word in words_of if getattr(args, word))
+
+
+def _measure(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
+    """The results of a command: lines of ratios, or rows as it shows them."""
     extras: dict[str, object] = {}
     lines: list[Line] = []
     if args.command == "linear":
-        shapes = args.shapes or list(layers.LINEAR)
-        lines = list(layers.linear(shapes, args.budgets, args.seconds))
-        extras = layers.overhead(args.seconds)
+        lines, extras = _linear(args)
     elif args.command == "conv":
         lines = list(
             layers.conv(args.batch, tuple(args.channels), args.size, args.budgets, args.seconds)
@@ -69,21 +90,16 @@ def main() -> None:
         rows = models.memory(names, args.budgets[0], args.seconds, args.threads)
         extras = {"rows": rows}
         _show_rows("Allocator settings, each in a fresh process, in turns", rows, MEMORY)
-    if lines:
-        show(title, lines, extras)
-    allocator = "default" if args.command in ("import", "peak") else args.allocator
-    save(output, command, allocator, lines, extras)
-    print(f"results: {output}")  # noqa: T201
-    if lines and (args.plot or args.command == "linear"):
-        picture = args.plot or output.with_suffix(".png")
-        plot(picture, lines, title)
-        print(f"picture: {picture}")  # noqa: T201
+    return lines, extras
 
 
-def _kind(args: argparse.Namespace) -> str:
-    """Compiled models are lines beside others; on kept tokens they are a table of their own."""
-    words_of = ("compile", "profile") if args.command == "tokens" else ()
-    return "".join(f"-{word}" for word in words_of if getattr(args, word))
+def _linear(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
+    shapes = args.shapes or list(layers.LINEAR)
+    if args.sketches:
+        sketches = [parse_sketch(text) for text in args.sketches]
+        return list(layers.linear_with(sketches, shapes, args.seconds)), {}
+    lines = list(layers.linear(shapes, args.budgets, args.seconds))
+    return lines, layers.overhead(args.seconds)
 
 
 def _tokens(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
@@ -127,7 +143,7 @@ def _show_rows(
     first, *others = rows[0]
     chosen = tuple(columns or (words(first), *(Column(name, ".4g") for name in others)))
     values = [[row[column.title] for column in chosen] for row in rows]
-    show_tables("", [Table(title, chosen, values)])
+    say(str(Table(title, chosen, values)))
 
 
 def _shape(text: str) -> tuple[int, int, int]:
@@ -156,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     linear = commands.add_parser("linear", parents=[common], help="backward of one linear layer")
     linear.add_argument("--shapes", type=_shape, nargs="+", help="rows x inputs x outputs")
     linear.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.5])
+    linear.add_argument("--sketches", nargs="+", help="instead: 'Rows(0.3)', module:Mine(0.1)")
     conv = commands.add_parser("conv", parents=[common], help="backward of one convolution")
     conv.add_argument("--batch", type=int, default=128)
     conv.add_argument("--channels", type=int, nargs=2, default=[256, 512])

@@ -14,6 +14,7 @@ from torch import Tensor
 import sketchprop as sp
 from sketchprop.core.stopwatch import Prepared, Work
 from sketchprop.ops import sketched_conv
+from sketchprop.sketches import AnySketch
 
 from .results import Line
 from .timing import Ratio, interleave
@@ -40,6 +41,18 @@ def linear(shapes: Sequence[Shape], budgets: Sequence[float], seconds: float) ->
         yield from _linear_case(shape, budgets, seconds)
 
 
+def linear_with(
+    sketches: Sequence[AnySketch], shapes: Sequence[Shape], seconds: float
+) -> Iterator[Line]:
+    """The reader's sketches instead of those of the page."""
+    for B, d, n in shapes:
+        layer = _Linear(B, d, n)
+        work = {"exact": layer.exact()} | {repr(s): layer.sketched(s) for s in sketches}
+        ratios = interleave(work, seconds=seconds * len(sketches))
+        for sketch in sketches:
+            yield Line(f"{B} × {d} × {n}", repr(sketch), sketch.budget, ratios[repr(sketch)])
+
+
 def _linear_case(shape: Shape, budgets: Sequence[float], seconds: float) -> Iterator[Line]:
     B, d, n = shape
     case = f"{B} × {d} × {n}"
@@ -63,19 +76,16 @@ def _linear_case(shape: Shape, budgets: Sequence[float], seconds: float) -> Iter
             "floor": layer.floor(budget),
         }
         work |= {name: layer.sketched(s, planners.get(name)) for name, s in sketches.items()}
-        work["L1, accumulate"] = layer.sketched(sp.L1(budget), accumulate=True)
         measured = interleave(work, seconds=seconds * len(work) / 3)
         targets = {"L1": {0.1: LINEAR.get(shape), 0.5: HALF.get(shape)}.get(budget)}
         targets["GradientSVD"] = SPECTRAL.get(shape)
         targets["GradientSVD, Every(50)"] = REMEMBERED.get(shape)
         if budget == 0.1:
             targets["Diagonal"] = 1.1 * measured["L1"].median
-        for name in [*sketches, "L1, accumulate"]:
-            ratio = measured[name]
-            if name in sketches:
-                ratio = layer.with_planning(
-                    ratio, sketches[name], planners.get(name), measured["exact"]
-                )
+        for name, sketch in sketches.items():
+            ratio = layer.with_planning(
+                measured[name], sketch, planners.get(name), measured["exact"]
+            )
             yield Line(case, name, budget, ratio, measured["floor"].median, targets.get(name))
 
 
@@ -91,16 +101,12 @@ class _Linear:
         self.G = torch.randn(B, n, generator=generator) * spread
 
     def exact(self) -> Work:
-        return self._backward(lambda: F.linear(self.x, self.W, self.b), self.W)
+        return self._backward(lambda: F.linear(self.x, self.W, self.b))
 
-    def sketched(
-        self, sketch: sp.Sketch, planner: sp.Planner | None = None, accumulate: bool = False
-    ) -> Work:
-        W = self.W.detach().clone().requires_grad_() if accumulate else self.W
-        if accumulate:
-            W.grad = torch.zeros_like(W)
-        options = {"planner": planner, "accumulate": accumulate}
-        return self._backward(lambda: sp.sketched_linear(self.x, W, self.b, sketch, **options), W)
+    def sketched(self, sketch: AnySketch, planner: sp.Planner | None = None) -> Work:
+        return self._backward(
+            lambda: sp.sketched_linear(self.x, self.W, self.b, sketch, planner=planner)
+        )
 
     def floor(self, budget: float) -> Callable[[], object]:
         """The two reduced products of a column sketch, their factors at hand."""
@@ -126,13 +132,9 @@ class _Linear:
             ratio.median + share, ratio.low + share, ratio.high + share, ratio.milliseconds + extra
         )
 
-    def _backward(self, forward: Callable[[], Tensor], W: Tensor) -> Work:
-        """As training runs it; ``accumulate`` has a gradient of W that stays."""
-
+    def _backward(self, forward: Callable[[], Tensor]) -> Work:
         def run(y: Tensor) -> None:
-            self.x.grad = self.b.grad = None
-            if W is self.W:
-                W.grad = None
+            self.x.grad = self.W.grad = self.b.grad = None
             y.backward(self.G)
 
         return Prepared(forward, run)

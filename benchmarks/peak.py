@@ -29,8 +29,7 @@ from sketchprop.zoo import Bert, ViT, mlp
 BUDGET = 0.1
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Under these the C allocator gives large blocks back as soon as they are free."""
-METHODS = ("exact", "checkpointing", "ForwardRows", "checkpointing + ForwardRows",
-           "sampled_backward", "Tokens")  # fmt: skip
+METHODS = ("exact", "checkpointing", "ForwardRows", "checkpointing + ForwardRows", "Tokens")
 TOKENS = sp.Tokens(0.2, queries=0.2, keys=0.2, save="input")
 GRAIN = 16
 """The largest batch is looked for in sixteenths of the given one."""
@@ -122,8 +121,6 @@ def prepare(name: str, method: str) -> tuple[nn.Module, Callable[[Tensor, Tensor
         _checkpoint(model)
 
     def backward(x: Tensor, y: Tensor) -> object:
-        if method == "sampled_backward":
-            return sp.sampled_backward(model, loss_of, x, y, BUDGET)
         return loss_of(model(x), y).backward()
 
     return model, backward
@@ -261,9 +258,9 @@ HEAD = """# Memory, measured
 Written by `python -m benchmarks page` from `benchmarks/results/peak*.json`. The most that
 a training step (forward, backward, SGD) needs above model, gradients and batch: the high-water mark
 of the resident memory, each in a fresh process, with an allocator that returns large blocks at
-once. `ForwardRows`, its share of rows and that of `sampled_backward`: 0.1. Checkpointing computes
-each transformer block again, of an MLP each half. The largest batch, in sixteenths of the given
-one, is that whose step needs no more than the exact step needs at the given batch.
+once. `ForwardRows` keeps 0.1 of the rows. Checkpointing computes each transformer block again, of
+an MLP each half. The largest batch, in sixteenths of the given one, is that whose step needs no
+more than the exact step needs at the given batch.
 """
 
 
@@ -296,9 +293,7 @@ def page(*results: dict[str, Any]) -> str:
 
 NOTE = """A ReLU keeps its own output, which is the next layer's input: there the rows that
 `ForwardRows` saves come on top, and nothing is freed. Behind GELU, LayerNorm and attention the
-input was kept by the linear layer alone. A peak also holds what backward makes, and in
-`sampled_backward` the first forward pass over the whole batch, which keeps nothing but needs room
-for one layer's input and output.
+input was kept by the linear layer alone. A peak also holds what backward makes.
 """
 
 

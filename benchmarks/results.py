@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from sketchprop.cli.show import say
-from sketchprop.cli.show import show as show_tables
 from sketchprop.core.table import Column, Table, words
 
 from .timing import Ratio, machine
@@ -44,7 +43,7 @@ def show(title: str, lines: Sequence[Line], extras: dict[str, object] | None = N
         )
         for line in lines
     ]
-    show_tables("", [Table(title, columns, rows, "Medians with their quartiles.")])
+    say(str(Table(title, columns, rows, "Medians with their quartiles.")))
     for name, value in (extras or {}).items():
         say(f"{name}: {value}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from sketchprop.cli.specs import UsageError, parse_sketch
+from sketchprop.cli.expressions import UsageError, parse_sketch
 from sketchprop.sketches import AnySketch, Sketch
 
 from .lab import ExperimentError

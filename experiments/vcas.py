@@ -21,12 +21,13 @@ from torch import Tensor, nn
 import sketchprop as sp
 from sketchprop.core.compact import KeptRows, OfRows, RowAtoms, TwoSided, Whole, take_rows
 from sketchprop.core.cost import Cost, Size
+from sketchprop.core.random import seed_generators
 from sketchprop.core.sampling import Uniforms, draw_uniforms
 from sketchprop.core.vjp import Vjp
 from sketchprop.layers.choose import refusal
 from sketchprop.layers.isolation import no_gradient_hooks
 from sketchprop.layers.select import blocks_of, sketchable_layers
-from sketchprop.meters.noise.passes import Loss, scalar_loss, seed, squared_distance, squared_norm
+from sketchprop.meters.noise.passes import Loss, scalar_loss, squared_distance, squared_norm
 from sketchprop.meters.restore import Buffers, hooked, restored
 from sketchprop.sketches import Rows, RowSketch
 
@@ -295,7 +296,7 @@ class _Probe:
         self.buffers.restore()
         own._sampling = sampled = draw is not None
         device = self.parameters[0].device
-        seed(device, own.step)
+        seed_generators(device, own.step)
         names = {layer: name for name, layer in own.layers.items()}
 
         def watch(layer: Any, args: Any, kwargs: Any, output: Tensor) -> None:
@@ -309,7 +310,7 @@ class _Probe:
 
         with sp.exact(own.model), hooked(own.layers.values(), after=watch):
             loss = scalar_loss(own.loss_fn, own.model, batch)
-            seed(device, own.step, -1 if draw is None else draw)
+            seed_generators(device, own.step, -1 if draw is None else draw)
             found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         pairs = zip(found, self.parameters, strict=True)
         return [torch.zeros_like(p) if g is None else g for g, p in pairs]

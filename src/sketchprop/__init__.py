@@ -28,8 +28,7 @@ from .layers.summary import summary
 from .layers.transform import exact, sketch_, unsketch_
 from .layers.validate import Finding, validate
 from .meters import Monitor, advise, check_unbiased, measure, plan, trial
-from .ops import branch, gate, kept_attention, sketched_conv, sketched_linear
-from .sampled.loss import sampled_backward, sampled_loss
+from .ops import gate, sketched_conv, sketched_linear
 from .sketches import (
     L1,
     L2,
@@ -45,13 +44,13 @@ from .sketches import (
     RankConstrained,
     Rows,
     RowSketch,
-    RunningNorms,
     SampleMask,
     Sketch,
     Split,
     Tokens,
     Variance,
 )
+from .tokens import branch, kept_attention
 from .tuning import Tuner
 
 __all__ = [
@@ -73,7 +72,6 @@ __all__ = [
     "RankConstrained",
     "RowSketch",
     "Rows",
-    "RunningNorms",
     "SampleMask",
     "Sketch",
     "SketchedLinear",
@@ -98,8 +96,6 @@ __all__ = [
     "plan",
     "sample_fixed",
     "sample_independent",
-    "sampled_backward",
-    "sampled_loss",
     "select",
     "set_budget_",
     "sketch_",

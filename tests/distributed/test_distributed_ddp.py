@@ -322,24 +322,8 @@ def skipped_layer() -> dict[str, Any]:
     return {"z": largest_z(truth, lambda k: step(wrapped, k + 1), DRAWS)}
 
 
-def sampled_backward() -> dict[str, Any]:
-    """Each rank draws samples of its own batch, with dropout; twice, as DDP changes after one."""
-    x, y = batch(seed=dist.get_rank() + 1)
-
-    def grads(model: nn.Module, seed: int) -> list[Tensor]:
-        loss = lambda: sp.sampled_loss(model, F.cross_entropy, x, y, 0.25)  # noqa: E731
-        return gradients(model.parameters(), loss, seed * 2 + dist.get_rank())
-
-    alone, wrapped = net(0.2), parallel(None, share=False, dropout=0.2)[0]
-    return {
-        "alone": [grads(alone, seed) for seed in range(2)],
-        "together": [grads(wrapped, seed) for seed in range(2)],
-    }
-
-
 CASES = (
     budget_one,
-    sampled_backward,
     unbiased,
     wire_bytes,
     accumulation,
@@ -359,16 +343,6 @@ CASES = (
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, request) -> list[dict[str, Any]]:
     return run_once(tmp_path_factory, request, "ddp", 2, CASES)
-
-
-def test_sampled_backward_averages_what_each_rank_drew(results) -> None:
-    ranks = of(results, sampled_backward)
-    assert not equal(ranks[0]["alone"][0], ranks[1]["alone"][0])
-    for seed in range(2):
-        own = zip(ranks[0]["alone"][seed], ranks[1]["alone"][seed], strict=True)
-        for k, (a, b) in enumerate(own):
-            torch.testing.assert_close(ranks[0]["together"][seed][k], (a + b) / 2)
-        assert equal(ranks[0]["together"][seed], ranks[1]["together"][seed])
 
 
 def test_budget_one_trains_bitwise_like_plain_ddp(results) -> None:

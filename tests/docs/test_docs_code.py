@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from docs_pages import DOCS, ROOT, blocks, commands, pages, run, without_numbers
-from sketchprop.cli.specs import UsageError, parse_sketches
+from sketchprop.cli.expressions import UsageError, parse_sketches
 
 PYTHON = {p.relative_to(ROOT).as_posix(): p for p in pages() if "```python" in p.read_text()}
 del PYTHON["docs/tutorial.md"]  # run as a notebook: test_notebook.py

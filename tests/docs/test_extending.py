@@ -36,7 +36,7 @@ class Normalised(nn.Linear):
 @sp.sketchable(Normalised)
 class SketchedNormalised(sp.SketchedModule, Normalised):
     def forward(self, x):
-        if not self.is_sketching(x):
+        if not self.is_sketching():
             return super().forward(x)
         state = self.sketching
         weight = F.normalize(self.weight)

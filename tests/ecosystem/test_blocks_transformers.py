@@ -81,9 +81,6 @@ MODELS: dict[str, Callable[[float], nn.Module]] = {
     "Llama without a cache": lambda p: hf.LlamaForSequenceClassification(
         hf.LlamaConfig(**GROUPED, attention_dropout=p, use_cache=False)
     ),
-    "Mixtral without a cache": lambda p: hf.MixtralForSequenceClassification(
-        hf.MixtralConfig(**GROUPED, num_local_experts=3, attention_dropout=p, use_cache=False)
-    ),
     "Qwen2": lambda p: hf.Qwen2ForSequenceClassification(
         hf.Qwen2Config(**GROUPED, attention_dropout=p)
     ),
@@ -92,9 +89,6 @@ MODELS: dict[str, Callable[[float], nn.Module]] = {
     ),
     "Mistral": lambda p: hf.MistralForSequenceClassification(
         hf.MistralConfig(**GROUPED, attention_dropout=p)
-    ),
-    "Mixtral": lambda p: hf.MixtralForSequenceClassification(
-        hf.MixtralConfig(**GROUPED, num_local_experts=3, attention_dropout=p)
     ),
 }  # fmt: skip
 
@@ -152,11 +146,11 @@ def test_the_forward_pass_is_the_plain_models_and_budget_one_its_gradient(
     same, sketched = gradients(model, batch)
     torch.testing.assert_close(same, output, rtol=1e-5, atol=1e-6)
     assert any(not torch.equal(a, b) for a, b in zip(sketched, exact, strict=True))
-    cached = name in ("GPT-2 with a cache", "Llama", "Qwen2", "Mistral", "Mixtral")
+    cached = name in ("GPT-2 with a cache", "Llama", "Qwen2", "Mistral")
     why = "q and k have norms" if name == "Qwen3" else "a cache wants its keys" if cached else ""
     for block in blocks(model):
         note = block.sketching.note
-        assert (why in note and "draws of their own" in note) if why else note == ""
+        assert note.startswith(f"its attention is exact: {why}") if why else note == ""
     sp.set_budget_(model, 1.0)
     for a, b in zip(gradients(model, batch)[1], exact, strict=True):
         assert torch.equal(a, b)
@@ -248,52 +242,30 @@ def test_what_is_asked_for_beyond_kept_tokens_is_exact_and_said() -> None:
     assert "drop_path drops whole samples" in blocks(dino)[0].sketching.note
 
 
-def test_router_losses_of_a_mixture_keep_their_gradient() -> None:
-    """Asking for the router's logits puts hooks on it: experts are exact then."""
-    plain = model_of("Mixtral")
-    body = plain.model
-    model = sp.sketch_(copy.deepcopy(body), Tokens(0.3))
-    batch = batch_for("Mixtral")
-    ids = batch["input_ids"]
-
-    def router_loss(model: nn.Module, ids: Tensor) -> Tensor:
-        logits = model(ids, output_router_logits=True).router_logits
-        return torch.stack([t.square().mean() for t in logits]).sum()
-
-    router_loss(model, ids)
-    assert sp.check_unbiased(model, router_loss, ids, draws=60).ok
-
-
-def test_experts_are_counted_as_often_as_a_token_meets_one() -> None:
-    model = sp.sketch_(model_of("Mixtral"), Tokens(0.25))
-    lines = {layer.name: layer for layer in sp.summary(model, 64).layers}
-    assert lines["model.layers.0.mlp.experts"].kept == 0.25
-    block = blocks(model)[0]
-    found = [s for s in block.sizes(block, 64) if s.B == 128]
-    hidden, width = block.mlp.experts.intermediate_dim, block.mlp.experts.hidden_dim
-    assert [(s.n, s.d) for s in found] == [(2 * hidden, width), (width, hidden)]
-
-
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
-        ("Llama", ["q_proj", "v_proj", "o_proj", "gate_proj"]),
+        ("Llama without a cache", ["q_proj", "v_proj", "o_proj", "gate_proj"]),
         ("Llama without a cache", ["k_proj", "down_proj"]),
-        ("GPT-2", ["c_attn", "c_fc"]),
+        ("GPT-2", ["attn.c_proj", "c_fc"]),
         ("DistilBERT", ["q_lin", "lin1"]),
         ("ViT", ["q_proj", "fc1"]),
     ],
 )
-def test_peft_adapters_stay_unbiased(name: str, targets: list[str]) -> None:
+def test_adapters_are_steps_of_a_block(name: str, targets: list[str], dropout: float) -> None:
     torch.manual_seed(3)
     config = LoraConfig(
-        r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out=name == "GPT-2"
-    )
+        r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out=name == "GPT-2",
+        lora_dropout=dropout,
+    )  # fmt: skip
     plain = get_peft_model(model_of(name), config)
     model = sp.sketch_(copy.deepcopy(plain), Tokens(0.3))
     batch = batch_for(name)
-    torch.testing.assert_close(gradients(model, batch)[0], gradients(plain, batch)[0])
-    assert "exact" not in blocks(model)[0].sketching.note
+    if dropout == 0:
+        torch.testing.assert_close(gradients(model, batch)[0], gradients(plain, batch)[0])
+    gradients(model, batch)
+    assert blocks(model)[0].sketching.note == ""
     assert sp.check_unbiased(model, loss, batch, draws=60).ok
 
 

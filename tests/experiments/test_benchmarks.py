@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.results import FOLDER
 from benchmarks.tuner import CASES, tuner
 
 ROOT = Path(__file__).parents[2]
@@ -19,10 +19,7 @@ def run(tmp_path, *arguments):
     output = tmp_path / "result.json"
     call = [sys.executable, "-m", "benchmarks", *arguments, "--seconds", "0.01"]
     call += ["--output", str(output), "--plot", str(tmp_path / "plot.png")]
-    environment = {**os.environ, "SKETCHPROP_CACHE": str(tmp_path)}
-    done = subprocess.run(
-        call, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(output.read_text()), done.stdout
 
@@ -58,6 +55,21 @@ def test_a_benchmark_runs(tmp_path, arguments):
     if arguments[0] == "linear":
         assert {line["budget"] for line in result["lines"]} == {0.1, 0.5}
         assert "overhead" in printed
+
+
+def test_a_reader_times_sketches_of_their_own_and_stores_nothing(tmp_path):
+    pair = "Split(input=L1(0.3), weight=None)"
+    call = ["linear", "--shapes", "8x6x10", "4x3x5", "--sketches", "L1(0.3)", pair]
+    stored = set(FOLDER.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *call, "--seconds", "0.01"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.count("8 × 6 × 10") == done.stdout.count(pair) == 2
+    assert set(FOLDER.iterdir()) == stored
 
 
 def test_a_tuner_is_timed_against_plain_training():

@@ -20,8 +20,7 @@ from torch import Tensor
 import sketchprop as sp
 from sketchprop.core import enumeration, sampling
 from sketchprop.core.sampling import Uniforms
-from sketchprop.ops import kept
-from sketchprop.sampled import loss as sampled
+from sketchprop.tokens import draw as token_draw
 
 MOST_DRAWS = 150
 """Above so many outcomes a mean is not summed up: the other laws have to do."""
@@ -168,11 +167,11 @@ def drawing(uniforms: Uniforms) -> Iterator[None]:
     def draw(p: Tensor, rank: float, kind: str = "fixed", uniforms_: Any = None, **_: Any) -> Any:
         return real(p, rank, kind, uniforms)
 
-    sampling.draw = kept.draw = sampled.draw = draw  # type: ignore[assignment]
+    sampling.draw = token_draw.draw = draw  # type: ignore[assignment]
     try:
         yield
     finally:
-        sampling.draw = kept.draw = sampled.draw = real
+        sampling.draw = token_draw.draw = real
 
 
 def by_shape(seed: int) -> Uniforms:

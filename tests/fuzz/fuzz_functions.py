@@ -15,9 +15,9 @@ import fuzz_sketches
 import sketchprop as sp
 from fuzz_base import Nothing, by_shape, drawing, filled, holds, mean, pick, same
 from fuzz_layers import TOLERANCE, gradient_like, laid_out, same_kinds, see_what_is_not_finite
-from sketchprop.ops.kept import kept_count
+from sketchprop.tokens.draw import kept_count
 
-KINDS = ("branch", "branch", "attention", "attention", "gate", "stack", "sampled")
+KINDS = ("branch", "branch", "attention", "attention", "gate", "stack")
 WIDTH = 4
 _ONE_COLUMN = sp.L1(1)
 
@@ -62,7 +62,7 @@ class Function:
     seed: int
     kind: str
     sketch: Any = _ONE_COLUMN
-    budget: float | int | str = 0.5
+    budget: float | int = 0.5
     sizes: tuple[int, int, int] = (2, 3, 2)
     """Samples, tokens, heads."""
     parts: tuple[str, ...] = ("linear",)
@@ -91,8 +91,6 @@ class Function:
     def random(cls, rng: random.Random) -> Self:
         kind = pick(rng, *KINDS)
         budget = fuzz_sketches.budget(rng)
-        if kind == "branch" and rng.random() < 0.15:
-            budget = "nonzero"  # type: ignore[assignment]
         sketch = pick(rng, fuzz_sketches.columns, fuzz_sketches.rows, fuzz_sketches.spectral)(rng)
         return cls(
             seed=rng.randrange(1000),
@@ -131,8 +129,10 @@ class Function:
 
     def _branch(self) -> Any:
         N, T, _ = self.sizes
-        # Masks of dropout are drawn in the order of memory, and a branch has its own.
-        drops = self.dropout if self.layout == "contiguous" else 0.0
+        # Masks of dropout are drawn in the order of memory, and a branch has its own. It refuses
+        # to run what drops out again.
+        replayed = self.layout == "contiguous" and "gated" not in self.parts
+        drops = self.dropout if replayed else 0.0
         modules = [parts(name, drops) for name in self.parts]
         if self.parts[:1] == ("in place",):
             modules.insert(0, nn.Linear(WIDTH, WIDTH))  # a leaf cannot be changed in place
@@ -173,7 +173,7 @@ class Function:
             "attn_mask": mask, "dropout_p": self.dropout, "is_causal": self.mask == "causal",
             "scale": 0.3 if self.seed % 3 == 0 else None, "enable_gqa": self.grouped,
         }  # fmt: skip
-        budget = 0.4 if self.budget == "nonzero" else self.budget
+        budget = self.budget
 
         def sketched() -> Tensor:
             return sp.kept_attention(q, k, v, **options, queries=budget, capacity=self.capacity)
@@ -231,25 +231,6 @@ class Function:
 
         return sketched, exact, leaves, False
 
-    def _sampled(self) -> Any:
-        N, T, _ = self.sizes
-        if N == 0 or self.device == "meta":
-            raise Nothing("no samples")
-        modules = [parts(name, 0.0) for name in self.parts]
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *modules).to(self.dtype)
-        x = self._input(N, T, WIDTH)
-        target = torch.randn(N, T, WIDTH).to(self.dtype)
-        budget = 0.5 if self.budget == "nonzero" else self.budget
-        leaves = [t for t in (x, *model.parameters()) if t.requires_grad]
-
-        def exact() -> Tensor:
-            return F.mse_loss(model(x), target)
-
-        def sketched() -> Tensor:
-            return sp.sampled_loss(model, F.mse_loss, x, target, budget)
-
-        return sketched, exact, leaves, budget == 1.0 and isinstance(budget, float)
-
     # --- the laws ---
 
     @property
@@ -284,9 +265,8 @@ class Function:
         def gradients(G: Tensor = G) -> list[Tensor | None]:
             return list(torch.autograd.grad(self._run(sketched), leaves, G, allow_unused=True))
 
-        if keeps_all or self.budget == "nonzero":
-            rounds = self.budget == "nonzero" or self.dropout > 0
-            same("budget one", gradients(), truth, self.tolerance if rounds else 0.0)
+        if keeps_all:
+            same("budget one", gradients(), truth, self.tolerance if self.dropout > 0 else 0.0)
         for grad in gradients(torch.zeros_like(G)):
             holds("zeros", grad is None or not grad.any(), grad)
         with drawing(by_shape(self.seed)):
@@ -296,11 +276,8 @@ class Function:
             if G.numel():
                 bad = torch.ones_like(G).contiguous()
                 bad.view(-1)[self.seed % bad.numel()] = float("nan")
-                if self.kind != "sampled":
-                    exact_bad = torch.autograd.grad(
-                        self._run(exact), leaves, bad, allow_unused=True
-                    )
-                    see_what_is_not_finite(gradients(bad), exact_bad)
+                exact_bad = torch.autograd.grad(self._run(exact), leaves, bad, allow_unused=True)
+                see_what_is_not_finite(gradients(bad), exact_bad)
         if self.dtype == torch.float64 and not self.autocast:
             found = mean(lambda: filled(gradients(), leaves))
             if found is not None:

@@ -51,7 +51,6 @@ class Layer:
     frozen: str = ""
     autocast: bool = False
     device: str = "cpu"
-    accumulate: bool = False
     steps: tuple[str, ...] = ()
 
     simplest: ClassVar[dict[str, Any]] = {
@@ -91,7 +90,6 @@ class Layer:
             frozen=pick(rng, "", "", "", "x", "weight", "bias"),
             autocast=rng.random() < 0.15,
             device="meta" if rng.random() < 0.06 else "cpu",
-            accumulate=rng.random() < 0.1,
             steps=tuple(pick(rng, *STEPS) for _ in range(rng.randint(0, 3))),
         )  # fmt: skip
 
@@ -142,7 +140,6 @@ class Layer:
             self.sketch if sketch is None else sketch,
             sp.select.everything,
             planner=self.planner if planner else None,
-            accumulate=self.accumulate,
         )
 
     def forward(self, model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:

@@ -72,12 +72,7 @@ def planner(rng: random.Random, sketch: Any) -> sp.Planner | None:
     if rng.random() < 0.7:
         return None
     made: sp.Planner = pick(
-        rng,
-        sp.Fresh(rows=0.5),
-        sp.Fresh(rows=2),
-        sp.Every(2),
-        sp.Every(3, rows=0.4),
-        sp.RunningNorms(),
+        rng, sp.Fresh(rows=0.5), sp.Fresh(rows=2), sp.Every(2), sp.Every(3, rows=0.4)
     )
     sides = sketch.sides if isinstance(sketch, sp.Split) else [sketch]
     return None if all(made.refusal(side) for side in sides) else made

@@ -6,7 +6,6 @@ about a block. Here each block runs for every outcome of the whole tree of its d
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,14 +17,14 @@ from torch import Tensor, nn
 from sketchprop.core.enumeration import every_draw, expectation
 from sketchprop.core.samples import Samples
 from sketchprop.core.sampling import Uniforms, draw_uniforms
-from sketchprop.ops.attention import kept_attention
-from sketchprop.ops.branch import RowWise, branch
-from sketchprop.ops.kept import draw_queries, empty_carry, slot_count
-from sketchprop.ops.postnorm import norm_branch
-from sketchprop.ops.rowwise import read
-from sketchprop.ops.sublayer import attention_branch
-
-branch_file = importlib.import_module("sketchprop.ops.branch")  # beside the function of that name
+from sketchprop.ops.attend import Attending
+from sketchprop.tokens import kept_attention, parts
+from sketchprop.tokens.attention import AttentionTensors, QueryCount, SelfAttention
+from sketchprop.tokens.draw import Among, KeptRows, draw_queries, kept_count
+from sketchprop.tokens.function import run
+from sketchprop.tokens.parts import BlockTensors, RowBranch
+from sketchprop.tokens.read import read
+from sketchprop.tokens.rowwise import RowWise
 
 TOLERANCE = 1e-12
 N, T, D, HEADS = 2, 3, 4, 2
@@ -34,7 +33,7 @@ N, T, D, HEADS = 2, 3, 4, 2
 def rowwise(*modules: nn.Module) -> RowWise:
     found = read(nn.Sequential(*modules))
     assert found is not None
-    return RowWise(*found)
+    return found
 
 
 class Block(nn.Module):
@@ -94,33 +93,31 @@ class Budgets:
 
 def kept(block: Block, x: Tensor, b: Budgets, uniforms: Uniforms, **mask: object) -> Tensor:
     """The same block on kept tokens."""
-    if block.packed:
-        projections: object = (block.qkv.weight, block.qkv.bias)
-    else:
-        projections = tuple((m.weight, m.bias) for m in (block.q, block.k, block.v))
-    a, carry = attention_branch(
-        x,
-        projections,  # type: ignore[arg-type]
-        rowwise(block.out),
-        heads=HEADS,
-        kv_heads=block.kv_heads,
-        norm=rowwise(block.norm1) if block.first else rowwise(),
-        queries=b.queries,
-        keys=b.keys,
-        capacity=b.capacity,
-        save=b.save,
-        residual=True,
-        carry=b.carry,
-        uniforms=uniforms,
-        **mask,  # type: ignore[arg-type]
+    layers = (block.qkv,) if block.packed else (block.q, block.k, block.v)
+    projections = [rowwise(m) for m in layers]
+    before, after = rowwise(*[block.norm1][: block.first]), rowwise(block.out)
+    samples = Samples(1, *x.shape[:2])
+    size = samples.samples * samples.tokens
+    attention = SelfAttention(
+        before.chain, tuple(p.chain for p in projections), after.chain, HEADS, block.kv_heads,
+        Attending(is_causal=bool(mask.get("is_causal"))),
+        QueryCount.of(b.queries, b.capacity, *x.shape[:2]),
+        kept_count(b.keys, size), b.save == "activations", samples,
+    )  # fmt: skip
+    tensors = AttentionTensors(
+        mask.get("attn_mask"),  # type: ignore[arg-type]
+        mask.get("rotary"),  # type: ignore[arg-type]
+        before.parameters,
+        tuple(p.parameters for p in projections),
+        after.parameters,
     )
-    if block.first:
-        f = nn.Sequential(block.norm2, *block.mlp)
-        return branch(f, a, b.rows, save=b.save, residual=True, carry=carry, uniforms=uniforms)
-    norm, f = rowwise(block.norm1), rowwise(block.mlp)
-    y = norm_branch(a, norm, f, b.rows, save=b.save, carry=carry, uniforms=uniforms)
-    z: Tensor = block.norm2(y)
-    return z
+    f = rowwise(*[block.norm2][: block.first], *block.mlp)
+    branch = RowBranch(f.chain, kept_count(b.rows, size), b.save == "activations", True, samples)
+    norm = rowwise(*[] if block.first else [block.norm1])
+    part = parts.Block(attention, norm.chain, branch, b.carry)
+    inputs = BlockTensors(x, tensors, norm.parameters, f.parameters)
+    y = run(part, inputs, uniforms)
+    return y if block.first else block.norm2(y)
 
 
 def gradients(modules: nn.Module, x: Tensor, output: Tensor) -> tuple[Tensor, ...]:
@@ -261,47 +258,20 @@ def test_one_mask_used_twice_is_biased_and_caught(monkeypatch: pytest.MonkeyPatc
     block = Block().double()
     truth = gradients(block, x, block(x))
     budgets = Budgets(rows=2, queries=1)
-    carried = branch_file.drawn
 
-    def biased(ctx: object, G: Tensor, uniforms: Uniforms) -> object:
-        """The correction that makes (g + j)_S into (g + j)_S/p_S, j as the exact branch has it."""
-        rows, (correction, index) = carried(ctx, G, uniforms)
-        assert correction is not None
-        assert index is not None
-        middle = block.norm1(x)
-        y = (x + block.attention(middle)).detach().requires_grad_()
-        f = nn.Sequential(block.norm2, *block.mlp)
-        (j,) = torch.autograd.grad(f(y), y, _dense(rows, G).view(y.shape))
-        kept_rows = index.long()
-        g, j = G[kept_rows], j.reshape(G.shape)[kept_rows]
-        factor = 1 + correction.norm(dim=-1, keepdim=True) / g.norm(dim=-1, keepdim=True)
-        return rows, (correction + j * (factor - 1), index)
+    def biased(among: Among, queries: KeptRows, values: Tensor) -> KeptRows:
+        """j divided by p once more: 1/p is what the drawn values have gained over g."""
+        assert among.places is None
+        direction = torch.randn(N, T, D, generator=torch.Generator().manual_seed(3)).double()
+        g = direction.view(-1, D)[queries.rows]
+        gain = queries.values.norm(dim=-1, keepdim=True) / g.norm(dim=-1, keepdim=True)
+        return KeptRows(queries.rows, queries.values + values * gain)
 
     fair = expectation(lambda u: gradients(block, x, kept(block, x, budgets, u)))
     assert largest_error(fair, truth) < TOLERANCE
-    with torch.enable_grad():
-        monkeypatch.setattr(branch_file, "drawn", torch.enable_grad()(biased))
-        twice = expectation(lambda u: gradients(block, x, kept(block, x, budgets, u)))
+    monkeypatch.setattr(Among, "add", biased)
+    twice = expectation(lambda u: gradients(block, x, kept(block, x, budgets, u)))
     assert largest_error(twice, truth) > 0.05
-
-
-def _dense(rows: object, G: Tensor) -> Tensor:
-    index, values = rows  # type: ignore[misc]
-    return torch.zeros_like(G).index_copy_(0, index, values)
-
-
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "separate"])
-def test_budget_one_is_the_exact_gradient_bit_for_bit(packed: bool) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(3, 5, D, requires_grad=True)
-    for first in (True, False):
-        block = Block(first=first, packed=packed)
-        everything = Budgets(1.0, 1.0, 1.0)
-        found = torch.autograd.grad(
-            kept(block, x, everything, draw_uniforms).sum(), [x, *block.parameters()]
-        )
-        truth = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
-        assert all(a.equal(b) for a, b in zip(found, truth, strict=True))
 
 
 def test_each_draw_asks_for_numbers_of_its_own() -> None:
@@ -374,7 +344,7 @@ def test_probabilities_that_a_batch_shares_fill_the_budget_and_no_sample_too_muc
     samples = Samples(1, 5, 8)
     size = torch.tensor([100.0, 3.0, 1.0, 0.1, 0.0], dtype=torch.float64)[:, None]
     norms = (torch.rand(5, 8, dtype=torch.float64) * size).flatten()
-    most = slot_count(capacity, 2, 8)
+    most = QueryCount.of(2, capacity, 1, 8).capacity
     counts = []
     for _ in range(50):
         rows, scale = draw_queries(norms, 10, most, draw_uniforms, samples)
@@ -384,10 +354,3 @@ def test_probabilities_that_a_batch_shares_fill_the_budget_and_no_sample_too_muc
     seen = torch.stack(counts)
     assert int(seen.max()) == most
     assert capacity == 1.0 or int(seen[:, 4].max()) == 0
-
-
-def test_a_carry_takes_no_memory() -> None:
-    correction, rows = empty_carry(6, torch.zeros(3, 4))
-    assert correction.shape == (6, 4)
-    assert correction.untyped_storage().nbytes() == 4
-    assert rows.dtype == torch.float64

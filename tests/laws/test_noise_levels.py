@@ -74,7 +74,6 @@ SKETCHES: dict[str, Any] = {
         )
     },
 }
-SAMPLED = "sampled_loss(0.3)"
 RESTLESS = {
     **{f"{name}(0.3)": MORE for name in ("ColumnMask", "ElementMask", "Variance")},
     "RankConstrained(0.3)": MORE,
@@ -156,11 +155,8 @@ def level(name: str, method: str, patch: pytest.MonkeyPatch, seed: int = 0) -> f
     model, x, y = problem(name)
     noise, batch = sigma2(model, x, y), (x[:BATCH], y[:BATCH])
     truth = gradient(model, F.cross_entropy(model(batch[0]), batch[1]))
-    if method == SAMPLED:
-        loss = lambda: sp.sampled_loss(model, F.cross_entropy, *batch, 0.3)  # noqa: E731
-    else:
-        sp.sketch_(model, SKETCHES[method])
-        loss = lambda: F.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    sp.sketch_(model, SKETCHES[method])
+    loss = lambda: F.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
     strata = Strata(seed, RESTLESS.get(method, PASSES))
     return variance(model, loss, truth, strata, patch) / noise
 
@@ -168,8 +164,8 @@ def level(name: str, method: str, patch: pytest.MonkeyPatch, seed: int = 0) -> f
 LEVELS = [
     (name, method)
     for name in PROBLEMS
-    for method in (*SKETCHES, SAMPLED)
-    if method == SAMPLED or takes(problem(name)[0], SKETCHES[method])
+    for method in SKETCHES
+    if takes(problem(name)[0], SKETCHES[method])
 ]
 
 
@@ -196,7 +192,7 @@ def test_noise_is_what_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_method_is_watched() -> None:
     watched = {method for _, method in LEVELS}
     assert {repr(method(0.3)) for method in METHODS} <= watched
-    assert {"Tokens(0.3)", SAMPLED, *RESTLESS} <= watched
+    assert {"Tokens(0.3)", *RESTLESS} <= watched
 
 
 def test_another_order_of_draws_moves_a_level_by_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,35 +228,6 @@ def test_compiled_steps_make_their_own_atoms():
     assert not model[0].sketching.planner._known
 
 
-@pytest.mark.parametrize("sketch", [sp.L1(0.3), sp.Diagonal(2), sp.GradientSVD(0.3)])
-def test_accumulation_in_place_gives_the_same_gradient(sketch):
-    plain = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
-    added = copy.deepcopy(plain)
-    sp.sketch_(plain, sketch)
-    sp.sketch_(added, sketch, accumulate=True)
-    batches = [torch.randn(10, 6) for _ in range(3)]
-    for model in (plain, added):
-        torch.manual_seed(0)
-        for x in batches:
-            model(x).square().sum().backward()
-    for a, b in zip(plain.parameters(), added.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-
-
-def test_accumulation_keeps_the_tensor_and_makes_no_dense_gradient():
-    model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 3))
-    sp.sketch_(model, sp.L1(2), accumulate=True)
-    model(torch.randn(4, 6)).sum().backward()
-    grad = model[0].weight.grad
-    seen = []
-    model[0].weight.register_hook(seen.append)
-    model(torch.randn(4, 6)).sum().backward()
-    assert model[0].weight.grad is grad
-    assert all(g is None for g in seen)  # nothing dense came by
-    sp.unsketch_(model)
-    assert "sketching" not in model[0].__dict__
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
 from sketchprop import Tokens
-from sketchprop.cli.specs import parse_sketch
+from sketchprop.cli.expressions import parse_sketch
 from sketchprop.core.enumeration import expectation
 from sketchprop.core.samples import Samples
 from sketchprop.core.sampling import draw_uniforms
@@ -305,8 +305,6 @@ def test_patterns_and_filters_name_blocks() -> None:
     assert blocks(model) == [model.blocks[0]]
     with pytest.raises(ValueError, match="a block; name its layers"):
         sp.sketch_(vit(), {"blocks.0": sp.L1(0.5), "blocks.1": Tokens(0.3)})
-    with pytest.raises(ValueError, match="where='faster' times single layers"):
-        sp.sketch_(vit(), Tokens(0.3), where="faster")
     assert parse_sketch("Tokens(0.3, keys=0.5)") == Tokens(0.3, keys=0.5)
     with pytest.raises(ValueError, match="leave out planner"):
         sp.sketch_(vit(), Tokens(0.3), planner=sp.Every(5))

@@ -1,6 +1,7 @@
 """What the tests of the command line share."""
 
 import sys
+import textwrap
 
 import pytest
 
@@ -22,3 +23,82 @@ def run(capsys, monkeypatch, tmp_path):
         return code, out, err
 
     return call
+
+
+FACTORIES = """
+    import torch
+    from torch import nn
+    import sketchprop as sp
+    from sketchprop.core.compact import ColumnAtoms
+
+    class Half(sp.ColumnSketch):
+        def importance(self, vjp):
+            return vjp.G.square().sum(-2)
+
+    class Halved(ColumnAtoms):
+        def keep(self, vjp, index, scale):
+            return super().keep(vjp, index, scale / 2)
+
+    class Wrong(sp.L1):
+        def atoms(self, vjp):
+            right = super().atoms(vjp)
+            return Halved(right.probabilities, right.rank, right.sampling)
+
+    mine = Half(0.3)
+    number = 3
+
+    def make(count=3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+        batches = [torch.randn(16, 6) for _ in range(count)]
+        return model, lambda m, x: m(x).square().mean(), batches
+
+    def variant(loss_fn=None, change=lambda batches: batches):
+        model, usual, batches = make()
+        return model, loss_fn or usual, change(batches)
+
+    def empty():
+        return make(0)
+
+    def endless():
+        return variant(change=lambda batches: iter(lambda: torch.randn(16, 6), None))
+
+    def repeated():
+        return variant(change=lambda batches: batches[:2] * 9)
+
+    def one():
+        return variant(change=lambda batches: batches[:1] * 9)
+
+    def used_up():
+        return variant(change=iter)
+
+    def breaks():
+        def loss_fn(m, x):
+            raise RuntimeError("out of cheese")
+        return variant(loss_fn)
+
+    def not_scalar():
+        return variant(lambda m, x: m(x))
+
+    def only_a_model():
+        return nn.Linear(3, 3)
+
+    def on_meta():
+        model, loss_fn, batches = make()
+        return model.to("meta"), loss_fn, batches
+
+    def with_optimizer():
+        parts = make(40)
+        return *parts, torch.optim.Adam(parts[0].parameters(), lr=1e-2)
+
+    def with_nonsense():
+        return *make(), "adam"
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A module of the user's, under a name that no other test imports."""
+    name = f"mine_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(textwrap.dedent(FACTORIES))
+    return name

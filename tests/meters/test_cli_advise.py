@@ -1,54 +1,11 @@
 """sketchprop advise: the answer first, an optimizer, a trial, a picture, a device."""
 
-import builtins
 import json
-import textwrap
+import sys
 
 import pytest
 
 PNG = b"\x89PNG"
-
-
-@pytest.fixture
-def mine(tmp_path):
-    """A module of the user's, under a name that no other test imports."""
-    name = f"advised_{abs(hash(str(tmp_path)))}"
-    (tmp_path / f"{name}.py").write_text(
-        textwrap.dedent(
-            """
-            import torch
-            from torch import nn
-
-            def make(count=3):
-                torch.manual_seed(0)
-                model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
-                batches = [torch.randn(16, 6) for _ in range(count)]
-                return model, lambda m, x: m(x).square().mean(), batches
-
-            def one():
-                return make(1)
-
-            def empty():
-                return make(0)
-
-            def not_scalar():
-                model, _, batches = make()
-                return model, lambda m, x: m(x), batches
-
-            def on_meta():
-                model, loss_fn, batches = make()
-                return model.to("meta"), loss_fn, batches
-
-            def with_optimizer():
-                made = make(40)
-                return *made, torch.optim.Adam(made[0].parameters(), lr=1e-2)
-
-            def with_nonsense():
-                return *make(), "adam"
-            """
-        )
-    )
-    return name
 
 
 def test_advise_answers_first_and_with_its_exit_code(run, mine):
@@ -103,15 +60,8 @@ def test_a_trial_says_who_is_ahead_and_draws_it(run, mine, tmp_path):
 
 
 def test_without_matplotlib_the_picture_is_refused_before_minutes_are_spent(run, mine, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.split(".")[0] == "matplotlib":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     options = ("--minutes", "9", "--trial", "9", "--plot", "losses.png")
     code, _, err = run("advise", "--model", f"{mine}:with_optimizer", *options)
     assert code == 2
-    assert "--plot needs matplotlib" in err
+    assert "pip install 'sketchprop[cli]'" in err

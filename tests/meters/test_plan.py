@@ -11,7 +11,7 @@ from torch import nn
 import sketchprop as sp
 from sketchprop.core.cost import Size
 from sketchprop.core.stopwatch import in_turns
-from sketchprop.meters import Times, bench
+from sketchprop.meters import Times
 from sketchprop.meters.cost.timing import compare
 from sketchprop.meters.plan import break_even
 from sketchprop.zoo import ViT
@@ -216,15 +216,6 @@ def test_turns_are_taken_and_compared_in_pairs():
     assert [len(s) for s in seconds] == [3, 3]
     times = compare([1.0, 10.0, 2.0], [0.5, 5.0, 1.5])
     assert times == Times(2.0, 1.5, 0.5, 0.0, 3)
-
-
-def test_bench_reports_each_shape_and_sketch():
-    report = bench([(8, 6, 10), (4, 3, 5)], [sp.L1(0.3), sp.L2(1.0)], rounds=1)
-    assert [line.shape for line in report.lines] == [(8, 6, 10)] * 2 + [(4, 3, 5)] * 2
-    assert report.lines[0].flops == sp.L1(0.3).cost(Size(8, 10, 6)).total / (4 * 8 * 10 * 6)
-    assert report.lines[1].flops == 1
-    assert "8 × 6 × 10" in str(report)
-    json.dumps(report.as_dict())
 
 
 def test_a_loss_can_be_given():

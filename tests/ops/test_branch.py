@@ -15,18 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 from sketchprop.core.enumeration import expectation
 from sketchprop.core.sampling import Uniforms, draw_uniforms
-from sketchprop.ops.branch import RowWise, branch
-from sketchprop.ops.rowwise import (
+from sketchprop.tokens.branch import branch
+from sketchprop.tokens.read import read
+from sketchprop.tokens.rowwise import (
     Activation,
     Chain,
     LayerNorm,
     Linear,
-    Product,
+    Pair,
     RMSNorm,
+    RowWise,
     Scale,
-    Sum,
-    Times,
-    read,
 )
 
 D, HIDDEN = 4, 6
@@ -46,13 +45,13 @@ class Gated(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter that drops some of its input."""
+    """A frozen layer with a low-rank adapter that may drop some of its input."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.base = nn.Linear(D, HIDDEN).requires_grad_(False)
         self.down, self.up = nn.Linear(D, 2, bias=False), nn.Linear(2, HIDDEN, bias=False)
-        self.drop = nn.Dropout(0.5)
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x) + 2 * self.up(self.down(self.drop(x)))
@@ -65,16 +64,14 @@ def spelled_gate() -> tuple[RowWise, list[Tensor]]:
     shapes = [(D,), (HIDDEN, D), (HIDDEN,), (HIDDEN, D), (D, HIDDEN), (2, HIDDEN), (D, 2), (D,)]
     values = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
     g, gate, bias, up, down, a, b, scale = values
-    chain = Chain(
-        (
-            RMSNorm(1e-6),
-            Product(Chain((Linear(), Activation("silu"))), Chain((Linear(),))),
-            Sum(Chain((Linear(),)), Chain((Linear(), Linear(), Times(0.5)))),
-            Scale(),
-        )
-    )
-    parameters = (g, gate, bias, up, None, down, None, a, None, b, None, scale)
-    return RowWise(chain, parameters), values
+    product = Pair(Chain((Linear(), Activation("silu"))), Chain((Linear(),)))
+    adapted = Pair(Chain((Linear(),)), Chain((Linear(), Linear())), factor=0.5)
+    return RowWise.of(
+        (RMSNorm(1e-6), (g,)),
+        (product, (((gate, bias), ()), ((up, None),))),
+        (adapted, (((down, None),), ((a, None), (b, None)))),
+        (Scale(), (scale,)),
+    ), values
 
 
 BRANCHES: dict[str, Callable[[], nn.Module]] = {
@@ -183,7 +180,7 @@ def test_padding_is_free_and_its_gradient_exact(name: str) -> None:
 
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("name", ["norm first", "dropout", "gated"])
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.8])
 def test_the_rows_that_are_not_zero_give_the_exact_gradient(
     share: float, name: str, save: str
 ) -> None:
@@ -194,7 +191,8 @@ def test_the_rows_that_are_not_zero_give_the_exact_gradient(
     torch.manual_seed(2)
     truth = grads_of(f(x) * real, inputs)
     torch.manual_seed(2)
-    found = grads_of(branch(f, x, "nonzero", save=save, check=False) * real, inputs)
+    budget = min(19, max(1, int(real.sum())))
+    found = grads_of(branch(f, x, budget, save=save, check=False) * real, inputs)
     assert closest(found, truth) < 1e-12
 
 
@@ -224,7 +222,7 @@ class Rectified(nn.Module):
 
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("kind", ["spelled out", "run again", "compiled"])
+@pytest.mark.parametrize("kind", ["spelled out", "run again"])
 def test_relu_does_not_hide_what_a_dropped_row_had(kind: str, value: float, save: str) -> None:
     f = Rectified() if kind != "spelled out" else nn.Sequential(nn.Linear(D, D), nn.ReLU())
     linear = f.linear if isinstance(f, Rectified) else f[0]
@@ -235,9 +233,6 @@ def test_relu_does_not_hide_what_a_dropped_row_had(kind: str, value: float, save
         x[2, 1] = 1.0  # in the other rows ReLU is off, and torch's backward gives zeros
     x.requires_grad_()
     run = partial(branch, f, budget=0.1, save=save)
-    if kind == "compiled":
-        torch._dynamo.reset()
-        run = torch.compile(run, fullgraph=True, backend="aot_eager")
     direction = torch.ones_like(x)
     direction[2, 1, 1] = value
     for _ in range(5):  # of which some drop that row, where it can be dropped
@@ -296,7 +291,7 @@ class Mixing(nn.Module):
 
 
 def test_a_branch_that_mixes_rows_is_refused_with_the_culprit() -> None:
-    with pytest.raises(ValueError, match=r"Mixing mixes rows.*inner \(BatchNorm1d"):
+    with pytest.raises(ValueError, match=r"Mixing.*inner \(BatchNorm1d.* mixes rows"):
         branch(Mixing(), torch.randn(2, 5, D, requires_grad=True), 0.5)
     with pytest.raises(ValueError, match="mixes rows"):
         branch(
@@ -305,6 +300,14 @@ def test_a_branch_that_mixes_rows_is_refused_with_the_culprit() -> None:
             0.5,
             parameters=(),
         )
+
+
+def test_a_branch_that_draws_random_numbers_is_refused_with_the_culprit() -> None:
+    x = torch.randn(2, 5, D, requires_grad=True)
+    with pytest.raises(ValueError, match=r"Adapted.*drop \(Dropout.*draws random numbers"):
+        branch(Adapted(0.5), x, 0.5)
+    with pytest.raises(ValueError, match="draws random numbers"):
+        branch(lambda x: x * torch.rand(1), x, 0.5, parameters=())
 
 
 def test_a_function_must_name_its_parameters() -> None:
@@ -321,7 +324,6 @@ def test_a_function_must_name_its_parameters() -> None:
     [
         ({"save": "nothing"}, "save='nothing'"),
         ({"budget": 0.0}, "budget=0.0"),
-        ({"budget": "all"}, "or 'nonzero'"),
     ],
 )
 def test_bad_settings_name_the_fix(arguments: dict[str, object], message: str) -> None:
@@ -412,7 +414,7 @@ def test_autocast_has_the_gradients_of_the_plain_module(name: str, save: str) ->
 
 
 @pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("name", ["norm first", "dropout", "norm last", "gated"])
+@pytest.mark.parametrize("name", ["norm first", "dropout", "norm last"])
 def test_compiled_in_one_graph_the_draw_is_that_of_eager(name: str, save: str) -> None:
     torch._dynamo.reset()
     f = BRANCHES[name]()
@@ -452,12 +454,12 @@ def test_layers_with_hooks_are_not_taken_apart() -> None:
     assert seen[0] == (2, 5, D)
 
 
-def test_a_chain_is_hashable_and_counts_its_parameters() -> None:
+def test_a_chain_is_hashable_and_has_the_parameters_of_each_step() -> None:
     found = read(nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.GELU()))
     assert found is not None
-    assert found[0] == Chain((LayerNorm(1e-5), Linear(), Activation("gelu")))
-    assert hash(found[0]) == hash(Chain((LayerNorm(1e-5), Linear(), Activation("gelu"))))
-    assert found[0].count == len(found[1]) == 4
+    assert found.chain == Chain((LayerNorm(1e-5), Linear(), Activation("gelu_none")))
+    assert hash(found.chain) == hash(Chain((LayerNorm(1e-5), Linear(), Activation("gelu_none"))))
+    assert [len(own) for own in found.parameters] == [2, 2, 0]
 
 
 @pytest.mark.parametrize("residual", [True, False])

@@ -8,14 +8,12 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import sketchprop as sp
 from sketchprop.core.enumeration import expectation
 from sketchprop.core.sampling import Uniforms, draw_uniforms
 from sketchprop.ops import attend as attend_file
 from sketchprop.ops.attend import Attending
-from sketchprop.ops.attention import kept_attention
-from sketchprop.ops.branch import RowWise, branch
-from sketchprop.ops.rowwise import Chain, Dropout, LayerNorm, Linear
-from sketchprop.ops.sublayer import attention_branch
+from sketchprop.tokens import kept_attention
 
 N, H, T, D = 2, 4, 5, 3
 
@@ -214,51 +212,37 @@ def test_compiled_in_one_graph_the_draw_is_that_of_eager(case: str) -> None:
         assert apart(grads_of(fast(*inputs), inputs), eager) < 1e-9
 
 
-class Whole(nn.Module):
-    """A block with dropout in attention and behind it, and a carried draw."""
-
-    def __init__(self, save: str = "activations", dropout: float = 0.2) -> None:
-        super().__init__()
-        self.save, self.dropout = save, dropout
-        self.norm = nn.LayerNorm(8)
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
-
-    def forward(self, x: Tensor, exact: bool = False) -> Tensor:
-        norm = RowWise(Chain((LayerNorm(1e-5),)), (self.norm.weight, self.norm.bias))
-        steps = (Linear(), Dropout(self.dropout)) if self.dropout else (Linear(),)
-        out = RowWise(Chain(steps), (self.out.weight, self.out.bias))
-        y, carry = attention_branch(
-            x, (self.qkv.weight, self.qkv.bias), out, heads=2, norm=norm, dropout_p=self.dropout,
-            queries=1.0 if exact else 0.5, keys=1.0 if exact else 0.75, save=self.save,
-            residual=True, carry=True,
-        )  # fmt: skip
-        rows = 1.0 if exact else 0.25
-        return branch(self.mlp, y, rows, residual=True, carry=carry, save=self.save)
+def whole(save: str = "activations", dropout: float = 0.2) -> nn.Module:
+    """A block with dropout in attention and behind it, and one draw for both of its parts."""
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(
+        8, 2, 12, dropout, batch_first=True, norm_first=True, activation="gelu"
+    )
+    return sp.sketch_(block, sp.Tokens(0.25, queries=0.5, keys=0.75, save=save))
 
 
 @pytest.mark.parametrize("save", ["activations", "input"])
 def test_dropout_has_one_mask_in_both_passes(save: str) -> None:
     """Few rows carry a gradient, all are kept: equal to autograd through the same dropout."""
-    torch.manual_seed(0)
-    block = Whole(save).double()
+    block = whole(save).double()
     x = torch.randn(3, 8, 8, dtype=torch.float64, requires_grad=True)
-    inputs = (x, *block.out.parameters(), *block.mlp.parameters())
+    # Not x, nor what makes k and v, whose rows are drawn: their means are proven elsewhere.
+    inputs = (block.linear1.weight, block.linear2.weight, block.self_attn.out_proj.weight)
     select = torch.zeros(3, 8, 1, dtype=torch.float64)
     select[:, 2] = 1
-    found, truth = [], []
-    for exact, grads in ((False, found), (True, truth)):
-        torch.manual_seed(4)
-        grads.extend(grads_of(block(x, exact) * select, inputs))
-    # x also through k and v, whose rows are drawn: their means are proven elsewhere.
-    assert apart(tuple(found[1:]), tuple(truth[1:])) < 1e-6
+    torch.manual_seed(4)
+    found = grads_of(block(x) * select, inputs)
+    torch.manual_seed(4)
+    with sp.exact(block):
+        truth = grads_of(block(x) * select, inputs)
+    assert apart(found, truth) < 1e-6
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("save", ["activations", "input"])
-def test_a_compiled_block_carries_its_draw_as_eager_does(save: str, dropout: float) -> None:
+def test_a_compiled_block_draws_as_eager_does(save: str, dropout: float) -> None:
     torch._dynamo.reset()
-    block = Whole(save, dropout)
+    block = whole(save, dropout)
     x = torch.randn(3, 8, 8, requires_grad=True)
     inputs = (x, *block.parameters())
     fast = torch.compile(block, fullgraph=True, backend="aot_eager")
@@ -270,7 +254,7 @@ def test_a_compiled_block_carries_its_draw_as_eager_does(save: str, dropout: flo
 
 
 def test_autocast_runs_in_its_dtype_and_gives_gradients_of_the_parameters() -> None:
-    block = Whole(dropout=0.0)
+    block = whole(dropout=0.0)
     x = torch.randn(3, 8, 8, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = block(x)
@@ -281,37 +265,9 @@ def test_autocast_runs_in_its_dtype_and_gives_gradients_of_the_parameters() -> N
     )
 
 
-def test_a_carry_for_a_branch_that_keeps_all_is_refused() -> None:
-    x = torch.randn(2, 4, 8, requires_grad=True)
-    block = Whole(dropout=0.0)
-    norm = RowWise(Chain(()), ())
-    out = RowWise(Chain((Linear(),)), (block.out.weight, block.out.bias))
-    y, carry = attention_branch(
-        x, (block.qkv.weight, block.qkv.bias), out, heads=2, norm=norm, queries=0.5, carry=True
-    )
-    with pytest.raises(ValueError, match="no draw to carry"):
-        branch(block.mlp, y, 1.0, carry=carry)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"heads": 5}, "heads=5"),
-        ({"heads": 2, "save": "x"}, "save='x'"),
-        ({"heads": 2, "attn_mask": torch.ones(3, 3)}, "broadcast"),
-    ],
-)
-def test_a_sub_layer_names_what_does_not_fit(arguments: dict[str, object], message: str) -> None:
-    block = Whole()
-    out = RowWise(Chain((Linear(),)), (block.out.weight, block.out.bias))
-    x = torch.randn(2, 4, 8, requires_grad=True)
-    with pytest.raises(ValueError, match=message):
-        attention_branch(x, (block.qkv.weight, block.qkv.bias), out, **arguments)  # type: ignore[arg-type]
-
-
 def test_the_engine_is_torchs_kernel_on_cpus() -> None:
     q = torch.randn(1, 1, 2, 4)
     assert Attending().engine(q, q) == "flash"
     assert Attending(dropout_p=0.1).engine(q, q) == "formulas"
     assert Attending().engine(q, q[..., :2]) == "formulas"
-    assert attend_file.added(None, torch.float32) is None
+    assert attend_file.additive(None, torch.float32) is None

@@ -1,4 +1,4 @@
-"""The command ``sketchprop``: advise, check, measure, plan, bench, report."""
+"""The command ``sketchprop``: advise, check, measure, plan, report."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from .arguments import parser
+from ..report.pictures import require_matplotlib
 from .commands import CRASH, FINE, STOPPED, USAGE
-from .plots import check_pictures
+from .expressions import UsageError
+from .options import PICTURES, parser
 from .show import complain
-from .specs import UsageError
 
 __all__ = ["main"]
 
@@ -21,13 +21,13 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; 0: fine, 1: biased or does not pay, 2: it could not be run as typed,
     3: something else failed on the way, 130: Ctrl-C."""
-    typed = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(typed)
-    options.arguments = typed
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(words)
+    options.words = words
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
-        _check_targets(options)
+        _check_files(options)
         return int(options.run(options))
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe has seen enough
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.traceback:
             raise
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        if isinstance(error, UsageError | ValueError | TypeError | ImportError):
+        if isinstance(error, ValueError | TypeError | ImportError):
             complain(f"error: {error}{notes}")
             return USAGE
         kind = type(error).__name__
@@ -47,13 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return CRASH
 
 
-def _check_targets(options: Namespace) -> None:
+def _check_files(options: Namespace) -> None:
     """Before minutes of work: whether its results can be written."""
     for name in ("json", "plot", "output"):
-        target = getattr(options, name, None)
-        if target and target != "-":
-            folder = Path(target).parent
-            if not folder.is_dir():
-                raise UsageError(f"--{name} {target}: there is no folder {str(folder)!r}")
-    if getattr(options, "plot", None):
-        check_pictures()
+        path = getattr(options, name, None)
+        if path and path != "-" and not Path(path).parent.is_dir():
+            folder = str(Path(path).parent)
+            raise UsageError(f"--{name} {path}: there is no folder {folder!r}")
+    path = getattr(options, "plot", None)
+    if path and Path(path).suffix not in PICTURES:
+        raise UsageError(f"--plot {path}: end it with {', '.join(PICTURES)}")
+    if path or options.command == "report":
+        require_matplotlib()

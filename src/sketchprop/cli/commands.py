@@ -1,8 +1,10 @@
-"""What each command does: build, measure, show, answer with an exit code."""
+"""What each command does: build, measure, show, answer with an exit code. The docstring of a
+command is the help that teaches it."""
 
 from __future__ import annotations
 
 import shlex
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,166 +15,184 @@ from typing import Any
 import torch
 
 from ..core.stopwatch import unhurried
-from ..core.table import Report
+from ..core.table import Report, as_text
 from ..layers.transform import sketch_
-from ..meters import MeasureReport, advise, bench, check_unbiased, measure, plan, trial
+from ..meters import MeasureReport, advise, check_unbiased, measure, plan, trial
 from ..report import html_report, setup_facts
-from ..report.charts import bench_chart, noise_chart, plan_chart
+from ..report.pictures import LossCurves, Picture, noise_chart, plan_chart, save_picture
 from ..sketches import AnySketch, Planner
-from .location import measure_location
-from .plots import plot_bars, plot_location, plot_trial
-from .show import Progress, complain, progress, say, show, write_json
-from .specs import (
-    Task,
-    UsageError,
-    find_device,
-    load_task,
-    make_optimizer,
-    parse_planner,
-    parse_sketch,
-    parse_sketches,
-    train,
-)
+from .expressions import UsageError, parse_planner, parse_sketch, parse_sketches
+from .show import Progress, complain, say, write_json
+from .tasks import Task, find_device, load_task
 
 FINE, NO, USAGE, CRASH, STOPPED = 0, 1, 2, 3, 130
 """Exit codes; 130 is what a shell gives for Ctrl-C."""
 
 
+def run_advise(options: Namespace) -> int:
+    """what to type for this model, or to stay exact, and why
+
+    Tries what fits the model: kept tokens, rows by token, whole samples, columns, and half of the
+    batch as the control. For each it takes the time of a step, in turns with exact ones, and the
+    noise that it adds; what counts is the time to equal quality. Says first what to paste, or to
+    stay exact (exit code 1). Noise changes while a model trains: --steps 200 asks after so many.
+
+    examples:
+      sketchprop advise --model vit --steps 50 --optimizer adamw --minutes 1
+      sketchprop advise --model mycode:make --minutes 5 --json advice.json
+          make() returns (model, loss_fn, batches), or (model, loss_fn, batches, optimizer);
+          loss_fn(model, batch) is a scalar
+      sketchprop advise --model vit --trial 3 --plot losses.png
+    """
+    if options.plot and not options.trial:
+        raise UsageError("--plot shows the trial's losses; give --trial too")
+    task = _task(options)
+    with Progress(sys.stderr) as line:
+        _train(options, task, line)
+        batches = _batches(options, task)
+        line.stage("trying what fits")
+        common: Any = {
+            "control": not options.same_batch,
+            "progress": line.share,
+            "seed": options.seed,
+        }
+        model, loss_fn, optimizer = task.model, task.loss_fn, task.optimizer
+        report = advise(
+            model, loss_fn, batches, optimizer=optimizer, minutes=options.minutes, **common
+        )
+        if options.trial:
+            best = report.closest.name
+            others = "" if options.same_batch else ", half of the batch"
+            line.stage(f"a trial: exact, {best}{others}, in turns")
+            how = report.candidates[best]
+            common["minutes"] = options.trial
+            result = trial(model, loss_fn, task.batches, optimizer, how, **common)
+            report = replace(report, trial=result)
+    _finish(options, report, lambda: LossCurves(result))
+    return FINE if report.pays else NO
+
+
 def run_check(options: Namespace) -> int:
+    """is the mean of a sketched gradient the exact gradient?
+
+    Compares the mean of dX, dW and db with the exact gradient on layers of hard shapes and
+    contents. The mean is exact, a finite sum over the breakpoints of the draw; with --draws, or on
+    a whole model, it is a Monte Carlo mean and deviations are counted in standard errors. Shown
+    are the verdict and what is biased; --verbose shows every line.
+
+    examples:
+      sketchprop check 'L1(0.1)' 'Diagonal(0.2)'
+      sketchprop check 'Diagonal(0.2, paper=True)'     the paper's formula, taken literally: biased
+      sketchprop check mycode:MySketch(0.2)            a sketch of your own
+      sketchprop check 'L1(0.5)' --model vit --draws 300
+    """
     if options.model is None:
         sketches = [parse_sketch(text) for text in options.sketches]
         how = {"planner": _planner(options), "draws": options.draws}
         reports = [check_unbiased(sketch, **how) for sketch in sketches]
     else:
-        chosen = parse_sketches(options.sketches)
+        choice = parse_sketches(options.sketches)
         task = _task(options)
-        sketch_(task.model, chosen, planner=_planner(options))
+        sketch_(task.model, choice, planner=_planner(options))
         (batch,) = task.take(1)
-        drawn = {"draws": options.draws, "seed": options.seed}
-        reports = [check_unbiased(task.model, task.loss_fn, batch, **drawn)]
+        how = {"draws": options.draws, "seed": options.seed}
+        reports = [check_unbiased(task.model, task.loss_fn, batch, **how)]
     if options.json:
         write_json([report.as_dict() for report in reports], options.json)
     if options.json != "-":
         for report in reports:
             tables = report.tables() if options.verbose else report.biased_tables()
-            show(report.headline(), tables)
+            say(as_text(report, tables))
     return FINE if all(report.ok for report in reports) else NO
 
 
 def run_measure(options: Namespace) -> int:
+    """how much variance does it add, where, and is that worth the time it saves?
+
+    Measures σ², the variance of the minibatch gradient, and V, what the sketches add to it: in
+    total, by the layer that injected it, and at each node as the sum of its local and its
+    propagated term (Prop. 2.2). SGD needs ∝ ‖g‖² + σ² + V steps, g the mean gradient, so with ρ
+    the cost of a step a sketch pays if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²). The answer is given
+    by measured time and by FLOPs.
+
+    examples:
+      sketchprop measure --model vit --sketch 'Tokens(0.3)'
+      sketchprop measure --model vit --sketch 'blocks.*.mlp.*=Rows(0.3)' --draws 16 --plot v.png
+      sketchprop measure --model mycode:make --sketch 'Tokens(0.2)' --json report.json
+          make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar; of batches,
+          a list or a loader, as many as --batches are taken
+      sketchprop measure --model mlp --steps 469 --sketch '0=L1(0.1)'     only the first layer
+    """
     if options.plot and options.no_split:
         raise UsageError("--plot shows V by layer; leave out --no-split")
-    if options.location:
-        return _run_location(options)
-    chosen = parse_sketches(options.sketches)
+    choice = parse_sketches(options.sketches)
     task = _task(options)
-    with _calm(task.device), progress() as line:
+    with _calm(task.device), Progress(sys.stderr) as line:
         _train(options, task, line)
-        report = _measure(options, task, _batches(options, task), chosen, line)
-    _finish(options, report, lambda path: plot_bars(noise_chart(report), path))
-    return FINE if report.pays else NO
-
-
-def run_advise(options: Namespace) -> int:
-    if options.plot and not options.trial:
-        raise UsageError("--plot shows the trial's losses; give --trial too")
-    task = _task(options)
-    with progress() as line:
-        _train(options, task, line)
-        batches = _batches(options, task)
-        line.stage("trying what fits")
-        report = advise(
-            task.model,
-            task.loss_fn,
-            batches,
-            optimizer=task.optimizer,
-            minutes=options.minutes,
-            control=not options.same_batch,
-            progress=line.share,
-            seed=options.seed,
-        )
-        if options.trial:
-            others = "" if options.same_batch else ", half of the batch"
-            line.stage(f"a trial: exact, {report.closest.name}{others}, in turns")
-            found = trial(
-                task.model,
-                task.loss_fn,
-                task.batches,
-                task.optimizer,
-                report.candidates[report.closest.name],
-                minutes=options.trial,
-                control=not options.same_batch,
-                progress=line.share,
-                seed=options.seed,
-            )
-            report = replace(report, trial=found)
-    _finish(options, report, lambda path: plot_trial(report, path))
+        report = _measure(options, task, _batches(options, task), choice, line)
+    _finish(options, report, lambda: noise_chart(report))
     return FINE if report.pays else NO
 
 
 def run_plan(options: Namespace) -> int:
+    """which layers of a model are worth sketching on this machine?
+
+    Times the backward of each layer on this machine, alone and at the shapes it has in the model,
+    exact and sketched. Says which layers get faster, by how much, and below which kept fraction.
+    If none does, the exit code is 1.
+
+    examples:
+      sketchprop plan --model vit
+      sketchprop plan --model mycode:make --sketch 'Rows(0.3)' --plot plan.png
+          make() returns (model, loss_fn, batches)
+    """
     sketch = parse_sketch(options.sketches[0])
     task = _task(options)
     (batch,) = task.take(1)
     with _calm(task.device):
         report = plan(task.model, task.loss_fn, batch, sketch=sketch, rounds=options.rounds)
-    _finish(options, report, lambda path: plot_bars(plan_chart(report), path))
+    _finish(options, report, lambda: plan_chart(report))
     return FINE if report.worthwhile else NO
 
 
-def run_bench(options: Namespace) -> int:
-    sketches = [parse_sketch(text) for text in options.sketches]
-    device = find_device(options.device or "cpu")
-    with _calm(device):
-        report = bench(options.shapes, sketches, options.rounds, device)
-    _finish(options, report, lambda path: plot_bars(bench_chart(report), path))
-    return FINE if any(line.times.ratio < 1 for line in report.lines) else NO
-
-
 def run_report(options: Namespace) -> int:
-    """The page is written whether the sketch pays or not."""
-    chosen = parse_sketches(options.sketches)
-    tried = [s for s in chosen.values() if s] if isinstance(chosen, dict) else [chosen]
+    """plan and measure, with plots, as one HTML page
+
+    Plans and measures one model with one batch size, and writes one HTML page: does it pay, how
+    much time, memory and variance; then layer by layer, with plots; then how it was measured. The
+    page needs no network and no script: send it to a colleague, or keep it beside the training
+    run. It is written whether the sketch pays or not. Takes about draws × batches × (sketched
+    layers) steps; --minutes, --no-split and --draws make it shorter.
+
+    examples:
+      sketchprop report                                   the paper's MLP, Tokens(0.3), random data
+      sketchprop report --model vit --sketch 'Tokens(0.3)' --output vit.html
+      sketchprop report --model mycode:make --sketch 'blocks.*=Tokens(0.3)' --batches 4 --draws 8
+          make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar
+    """
+    choice = parse_sketches(options.sketches)
+    sketches = [s for s in choice.values() if s] if isinstance(choice, dict) else [choice]
     task = _task(options)
-    with _calm(task.device), progress() as line:
+    with _calm(task.device), Progress(sys.stderr) as line:
         _train(options, task, line)
         batches = _batches(options, task)
         plans = []
-        for each in dict.fromkeys(tried):
-            line.stage(f"planning: the backward of each layer with {each!r}")
+        for sketch in dict.fromkeys(sketches):
+            line.stage(f"planning: the backward of each layer with {sketch!r}")
             rounds = max(1, options.rounds)
-            plans.append(plan(task.model, task.loss_fn, batches[0], sketch=each, rounds=rounds))
-        measured = _measure(options, task, batches, chosen, line)
+            plans.append(plan(task.model, task.loss_fn, batches[0], sketch=sketch, rounds=rounds))
+        measured = _measure(options, task, batches, choice, line)
     facts = {**_facts(options, task), **setup_facts(task.device)}
     title = options.title or f"{options.model}: does sketching pay?"
     page = html_report(measured, plans, title=title, facts=facts)
     Path(options.output).write_text(page, encoding="utf-8")
     if options.json:
-        data = {"measure": measured.as_dict(), "plans": [p.as_dict() for p in plans]}
-        write_json({"facts": facts, **data}, options.json)
+        write_json({"facts": facts, "measure": measured, "plans": plans}, options.json)
     if options.json != "-":
-        show(measured.headline(), [measured.figures()])
+        say(as_text(measured, [measured.figures()]))
         size = len(page.encode()) / 1e3
         say(f"report: {options.output} ({size:.0f} kB, opens in any browser)")
     return FINE if measured.pays else NO
-
-
-def _run_location(options: Namespace) -> int:
-    sketches = [parse_sketch(text) for text in options.sketches]
-    task = _task(options)
-    make_optimizer(task, options.optimizer, options.learning_rate)
-    report = measure_location(
-        task,
-        sketches,
-        options.budgets,
-        options.steps,
-        batches=options.batches,
-        batch_size=options.batch_size,
-        draws=options.draws,
-        seed=options.seed,
-    )
-    _finish(options, report, lambda path: plot_location(report, path))
-    return FINE
 
 
 def _task(options: Namespace) -> Task:
@@ -191,11 +211,10 @@ def _calm(device: torch.device) -> Iterator[None]:
 
 
 def _train(options: Namespace, task: Task, line: Progress) -> None:
-    steps = options.steps[-1]
-    line.stage(f"training exactly for {steps} steps")
-    make_optimizer(task, options.optimizer, options.learning_rate)
+    line.stage(f"training exactly for {options.steps} steps")
+    task.make_optimizer(options.optimizer, options.learning_rate)
     with unhurried(task.device):
-        train(task, steps, line.share)
+        task.train(options.steps, line.share)
 
 
 def _batches(options: Namespace, task: Task) -> list[Any]:
@@ -241,12 +260,12 @@ def _planner(options: Namespace) -> Planner | None:
 
 def _facts(options: Namespace, task: Task) -> dict[str, str]:
     parameters = sum(p.numel() for p in task.model.parameters())
-    data = f"random, batches of {options.batch_size}"
+    random = f"random, batches of {options.batch_size}"
     facts = {
-        "command": shlex.join(["sketchprop", *options.arguments]),
+        "command": shlex.join(["sketchprop", *options.words]),
         "model": f"{options.model}, {parameters:,} parameters",
-        "data": "the factory's" if ":" in options.model else data,
-        "exact steps before": str(options.steps[-1]),
+        "data": "the factory's" if ":" in options.model else random,
+        "exact steps before": str(options.steps),
         "seed": str(options.seed),
     }
     if options.overhead:
@@ -254,10 +273,10 @@ def _facts(options: Namespace, task: Task) -> dict[str, str]:
     return facts
 
 
-def _finish(options: Namespace, report: Report, plot: Callable[[str], None] | None = None) -> None:
+def _finish(options: Namespace, report: Report, picture: Callable[[], Picture]) -> None:
     if options.json:
         write_json(report, options.json)
     if options.json != "-":
-        show(report.headline(), report.tables())
-    if plot is not None and options.plot:
-        plot(options.plot)
+        say(as_text(report))
+    if options.plot:
+        save_picture(picture(), options.plot)

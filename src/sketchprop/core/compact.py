@@ -43,14 +43,6 @@ class KeptColumns(Kept):
     def weight_grad(self, X: Tensor) -> Tensor:
         return scatter_rows(self.values.mT @ X, self.index, self.n)
 
-    def add_weight_grad_(self, X: Tensor, grad: Tensor) -> None:
-        """``grad += weight_grad(X)``, touching the kept rows only."""
-        rows = self.values.mT @ X
-        if self.index.dim() == 1:
-            grad.index_add_(-2, self.index, rows)
-        else:
-            grad.scatter_add_(-2, self.index.unsqueeze(-1).expand_as(rows), rows)
-
     def bias_grad(self) -> Tensor:
         return scatter_columns(self.values.sum(-2, keepdim=True), self.index, self.n).squeeze(-2)
 

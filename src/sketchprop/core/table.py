@@ -1,4 +1,4 @@
-"""Tables of reports: described once, shown as text here, by rich and in HTML elsewhere."""
+"""Tables of reports: described once, shown as text here, in HTML and as pictures elsewhere."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ class Report(Protocol):
     def tables(self) -> Sequence[Table]: ...
 
 
-def as_text(report: Report) -> str:
-    """The headline and every table that has rows."""
-    parts = [report.headline(), *(str(t) for t in report.tables() if t.rows)]
+def as_text(report: Report, tables: Sequence[Table] | None = None) -> str:
+    """The headline and every table that has rows; or these tables instead of all."""
+    tables = report.tables() if tables is None else tables
+    parts = [report.headline(), *(str(t) for t in tables if t.rows)]
     return "\n\n".join(part for part in parts if part)

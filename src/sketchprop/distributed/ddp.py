@@ -276,8 +276,6 @@ def _candidates(model: nn.Module) -> list[tuple[str, SketchedLinear]]:
         and module.sketch.rank(module.out_features) < module.out_features
         and module.weight.requires_grad
         and names[module.weight] == 1
-        and module.sketching.judge is None
-        and not module.sketching.accumulate
     ]
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from ..core.random import random_state_kept, seed_generators
 from ..layers import SketchedModule
 from ..sketches import Sketch
 from .settings import Settings
@@ -132,14 +133,11 @@ class SketchedBoundary(ABC):  # as torch's stages: only a like layout can become
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
         """The default generators, seeded from the seed, this stage, this rank and a count."""
-        where = torch.device(self.device)
-        kind = None if where.type == "cpu" else where.type
-        with torch.random.fork_rng([] if kind is None else [where], device_type=kind):
-            self._streams += 1
-            mixed = hash((torch.initial_seed(), self.stage_index, dist.get_rank(), self._streams))
-            torch.default_generator.manual_seed(mixed)
-            if kind is not None:
-                torch.get_device_module(where).manual_seed(mixed)
+        device = torch.device(self.device)
+        self._streams += 1
+        numbers = (torch.initial_seed(), self.stage_index, dist.get_rank(), self._streams)
+        with random_state_kept(device):
+            seed_generators(device, *numbers)
             yield
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.random import CPU, random_state, set_random_state
 from ._routine import SketchOptions, added_variance
 
 __all__ = ["SketchCallback", "added_variance"]
@@ -58,9 +59,9 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
         self.routine.begin(pl_module, trainer.global_step)
         # Before the loaders draw their order. A checkpoint holds the first process's state only.
         if self._resumed and trainer.world_size == 1:
-            torch.set_rng_state(self._resumed["cpu"])
-            if len(self._resumed["cuda"]) == torch.cuda.device_count():
-                torch.cuda.set_rng_state_all(self._resumed["cuda"])
+            for device in _devices():
+                if str(device) in self._resumed:
+                    set_random_state(device, self._resumed[str(device)])
         self._resumed = {}
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
@@ -93,10 +94,9 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
         self.routine.end(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         return {
             "routine": str(self.routine),
-            "random": {"cpu": torch.get_rng_state(), "cuda": cuda},
+            "random": {str(device): random_state(device) for device in _devices()},
             "tuner": None if self.tuner is None else self.tuner.state_dict(),
         }
 
@@ -109,6 +109,10 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
             )
         self._resumed = state_dict["random"]
         self._tuner_state = state_dict["tuner"]
+
+
+def _devices() -> list[torch.device]:
+    return [CPU, *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
 
 
 def _batches(trainer: Any) -> float:

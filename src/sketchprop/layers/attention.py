@@ -38,9 +38,7 @@ class SketchedMultiheadAttention(SketchedModule, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         batched = query.dim() == 3
         if not (
-            _fits(query, key, value)
-            and self._drops(query, key, value)
-            and self.is_sketching(query, key, value)
+            _fits(query, key, value) and self._drops(query, key, value) and self.is_sketching()
         ):
             return super().forward(
                 query,

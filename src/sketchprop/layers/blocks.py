@@ -6,24 +6,28 @@ A block's class says in ``anatomy`` what one call is made of; how it is run is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..core.cost import Size
+from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
-from ..ops.branch import RowWise, branch
-from ..ops.kept import kept_count
-from ..ops.postnorm import norm_branch
-from ..ops.rowwise import Chain, Dropout, Parameters, read
-from ..ops.sublayer import Projection, Rotary, attention_branch
+from ..ops.attend import Attending, Rotary, check_mask
 from ..sketches import AnySketch, Tokens
+from ..tokens.attention import AttentionTensors, QueryCount
+from ..tokens.attention import SelfAttention as AttentionPart
+from ..tokens.draw import kept_count
+from ..tokens.function import leaves, run
+from ..tokens.parts import Block, BlockTensors, RowBranch
+from ..tokens.read import hooked, read
+from ..tokens.rowwise import Chain, Linear, Parameters, RowWise, drops
+from ..tokens.unknown import Unknown
+from .adapters import read_lora
 from .sketched import SketchedModule
 
-Steps = tuple[tuple[Any, ...], Parameters]
-"""Row-wise steps of ``ops.rowwise``, and their parameters in order."""
-RowPart = Callable[[Tensor], Tensor] | Steps
+RowPart = Callable[[Tensor], Tensor] | RowWise
 """A row-wise part of a block: a module or a function, or its steps where these say more."""
 
 
@@ -62,8 +66,6 @@ class Anatomy(NamedTuple):
     mlp: tuple[RowPart, ...]
     norm_first: bool
     between: Callable[[Tensor], Tensor] | None = None
-    again: bool = False
-    """Whether the feed-forward part has to run again from its input: mixtures of experts."""
     apart: str = ""
     """Why ``attention`` is not given."""
 
@@ -81,8 +83,9 @@ class SketchedBlock(SketchedModule):
     left: ClassVar[str] = ""
     """What of the block always stays exact, and why."""
 
-    unread: ClassVar[str] = "its attention is exact"
-    """What becomes of attention that cannot be taken apart."""
+    vouched: ClassVar[bool] = True
+    """Whether a feed-forward part that is not known may run again on kept rows, once three rows
+    of a batch have shown that it takes each by itself. In blocks that are built in it is exact."""
 
     def anatomy(self, *args: Any, **kwargs: Any) -> Anatomy | str:
         """What this call is made of; or why the block has to run as it is."""
@@ -105,137 +108,124 @@ class SketchedBlock(SketchedModule):
         return y
 
     def run(self, call: Anatomy, tokens: Tokens, uniforms: Uniforms = draw_uniforms) -> Tensor:
-        """Both branches on kept tokens, drawn from ``uniforms``."""
+        """Both branches on kept tokens, drawn from ``uniforms``; exact what is not known."""
         notes: list[str] = []
-        mlp = call.mlp
-        if call.norm_first:
-            mlp = (call.norms[1], *mlp)
-        f, why = self._rows(mlp)
-        if why:
-            notes.append(f"its feed-forward part is exact: {why}")
-        # The norm between the branches of a block that is normalised last, taken with the second.
-        norm = None
-        if not call.norm_first and call.between is None and isinstance(f, RowWise):
-            norm, _ = self._rows(call.norms[:1], whole=True)
-        one = call.between is None and (f is not None if call.norm_first else norm is not None)
-        a, carry = self._attend(call, tokens, one and _one_draw(tokens, call.x), notes, uniforms)
-        if not torch.compiler.is_compiling():
-            self._note("; ".join(notes))
-        save = "input" if call.again else tokens.save
-        if norm is not None:
-            z = norm_branch(a, norm, f, tokens.budget, save=save, carry=carry, uniforms=uniforms)
-            return applied(call.norms[1:], z)
-        y = a if call.norm_first else applied(call.norms[:1], a)
+        x = y = call.x
+        first, second = ((), call.norms[1:]) if call.norm_first else (call.norms[:1], ())
+        last = () if call.norm_first else call.norms[1:]
+        attention = self._attention_part(call, tokens, notes)
+        rows = self._row_branch((*second, *call.mlp), call, tokens, notes)
+        self._note("; ".join(notes))
+        if attention is None:
+            y = x + call.plain(applied(call.norms[:1] if call.norm_first else (), x))
+        between = None if rows is None or call.between is not None else self._steps(first)
+        if attention is not None and between is not None and rows is not None:
+            part, tensors = attention
+            branch, P = rows
+            block = Block(part, between.chain, branch, _one_draw(tokens, x))
+            inputs = BlockTensors(x, tensors, between.parameters, P)
+            return applied(last, run(block, inputs, uniforms))
+        if attention is not None:
+            y = run(Block(attention[0], Chain(), None), BlockTensors(x, attention[1]), uniforms)
+        y = applied(first, y)
         if call.between is not None:
             y = call.between(y)
-        if f is None:
-            z = y + applied(mlp, y)
-            return z if call.norm_first else applied(call.norms[1:], z)
-        z = branch(
-            f,
-            y,
-            tokens.budget,
-            save=save,
-            residual=True,
-            parameters=None if isinstance(f, RowWise) else parameters_of(mlp),
-            carry=carry,
-            check=False,
-            uniforms=uniforms,
-        )
-        return z if call.norm_first else applied(call.norms[1:], z)
+        if rows is None:
+            return applied(last, y + applied((*second, *call.mlp), y))
+        branch, P = rows
+        return applied(last, run(Block(None, Chain(), branch), BlockTensors(y, rows=P), uniforms))
 
-    def _attend(
-        self, call: Anatomy, tokens: Tokens, carries: bool, notes: list[str], uniforms: Uniforms
-    ) -> tuple[Tensor, Any]:
-        """The first branch and its residual, with the norm before it, and what it carries."""
-        x = call.x
-        parts, why = self._read_attention(call)
-        if parts is None:
-            if why:
-                notes.append(why)
-            return x + call.plain(applied(call.norms[:1], x) if call.norm_first else x), None
-        attention = call.attention
-        assert attention is not None
-        projections, out, norm = parts
-        return attention_branch(
-            x,
-            projections,
-            out,
-            heads=attention.heads,
-            kv_heads=attention.kv_heads,
-            norm=norm,
-            attn_mask=attention.mask,
-            dropout_p=attention.dropout_p,
-            is_causal=attention.is_causal,
-            rotary=attention.rotary,
-            scale=attention.scale,
-            queries=tokens.query_budget,
-            keys=tokens.key_budget,
-            capacity=tokens.capacity,
-            save=tokens.save,
-            residual=True,
-            carry=carries,
-            uniforms=uniforms,
-        )
-
-    def _read_attention(self, call: Anatomy) -> tuple[Any, str]:
-        """Projections, what follows, the norm before; or why attention is not taken apart."""
-        attention = call.attention
-        if attention is None:
-            return None, f"{self.unread}: {call.apart}" if call.apart else ""
-        if attention.module is not None and hooked(attention.module):
-            return None, f"its attention is exact: {changed(attention.module)}"
-        pairs: list[Projection] = []
-        for part in attention.projections:
-            pair = self.projection(part)
-            if pair is None:
-                return None, f"{self.unread}: {changed(part)}"
-            pairs.append(pair)
-        out, why = self._rows(attention.out, whole=True)
-        norm, other = RowWise(Chain(), ()), ""
-        if call.norm_first:
-            norm, other = self._rows(call.norms[:1], whole=True)
-        if out is None or norm is None:
-            return None, f"{self.unread}: {why or other}"
-        projections = pairs[0] if len(pairs) == 1 else tuple(pairs)
-        return (projections, out, norm), ""
-
-    def projection(self, part: RowPart) -> Projection | None:
-        """Weight and bias of a linear map, if this is one and nothing more."""
-        steps = part if isinstance(part, tuple) else self.read(part)
-        if steps is None or len(steps[1]) != 2:
+    def _row_branch(
+        self, parts: tuple[RowPart, ...], call: Anatomy, tokens: Tokens, notes: list[str]
+    ) -> tuple[RowBranch, Parameters] | None:
+        """The feed-forward part on kept rows; ``None``: it is exact, which is noted."""
+        N, T = call.x.shape[:2]
+        rank = kept_count(tokens.budget, N * T)
+        if rank >= N * T:
             return None
-        (step,), (W, b) = steps
-        assert W is not None
-        return (W.mT if step.transposed else W), b
+        save, samples = tokens.save == "activations", Samples(1, N, T)
+        steps = self._steps(parts)
+        if steps is not None:
+            return RowBranch(steps.chain, rank, save, True, samples), steps.parameters
+        # Of a RowWise that drops out the masks would be drawn anew.
+        again = all(
+            not drops(part.chain) if isinstance(part, RowWise) else not watched(part)
+            for part in parts
+        )
+        if not self.vouched or not again or torch.compiler.is_compiling():
+            notes.append(f"its feed-forward part is exact: {self._unknown(parts)}")
+            return None
+        f = Unknown(lambda x: applied(parts, x))
+        return RowBranch(f, rank, save, True, samples), parameters_of(parts)
 
-    def _rows(self, parts: Iterable[RowPart], whole: bool = False) -> tuple[Any, str]:
-        """The parts as one row-wise function; or ``None`` and why they run as they are.
+    def _attention_part(
+        self, call: Anatomy, tokens: Tokens, notes: list[str]
+    ) -> tuple[AttentionPart, AttentionTensors] | None:
+        """Attention on kept queries; ``None``: it is exact, which is noted."""
+        N, T = call.x.shape[:2]
+        queries = QueryCount.of(tokens.query_budget, tokens.capacity, N, T)
+        keys = kept_count(tokens.key_budget, N * T)
+        attention = call.attention
+        if queries.rank >= N * T and keys >= N * T:
+            return None
+        before = call.norms[:1] if call.norm_first else ()
+        if why := self._exact_attention(attention, before, call.apart):
+            notes.append(f"its attention is exact: {why}")
+            return None
+        assert attention is not None
+        norm, out = self._steps(before), self._steps(attention.out)
+        projections = [self._steps((part,)) for part in attention.projections]
+        assert norm is not None
+        assert out is not None
+        how = Attending(attention.dropout_p, attention.is_causal, attention.scale)
+        kv_heads = attention.kv_heads or attention.heads
+        chains = tuple(steps.chain for steps in projections if steps is not None)
+        part = AttentionPart(
+            norm.chain, chains, out.chain, attention.heads, kv_heads, how, queries, keys,
+            tokens.save == "activations", Samples(1, N, T),
+        )  # fmt: skip
+        check_mask(attention.mask, (N, part.heads, T, T), how)
+        made = tuple(steps.parameters for steps in projections if steps is not None)
+        return part, AttentionTensors(
+            attention.mask, attention.rotary, norm.parameters, made, out.parameters
+        )
 
-        ``whole``: only if the steps are known. Else modules that nobody watches will do.
-        """
-        parts = tuple(parts)
-        known = [part if isinstance(part, tuple) else self.read(part) for part in parts]
-        unknown = [part for part, steps in zip(parts, known, strict=True) if steps is None]
-        if not unknown:
-            steps = tuple(step for found in known if found is not None for step in found[0])
-            parameters = tuple(p for found in known if found is not None for p in found[1])
-            return RowWise(Chain(steps), parameters), ""
-        if whole or torch.compiler.is_compiling():
-            return None, changed(unknown[0])
+    def _exact_attention(
+        self, attention: SelfAttention | None, before: tuple[RowPart, ...], apart: str
+    ) -> str:
+        """Why attention is not taken apart; empty if it is."""
+        if attention is None:
+            return apart
+        if attention.module is not None and hooked(attention.module):
+            return changed(attention.module)
+        if attention.mask is not None and attention.mask.requires_grad:
+            return "its mask is learned"
+        if attention.rotary is not None and any(t.requires_grad for t in attention.rotary):
+            return "its rotary angles are learned"
+        packed = self._steps(attention.projections) if len(attention.projections) == 1 else None
+        if packed is not None and not isinstance(packed.chain.steps[0], Linear):
+            return f"{changed(attention.projections[0])}, and makes q, k and v at once"
+        return self._unknown((*before, *attention.projections, *attention.out))
+
+    def _unknown(self, parts: Iterable[RowPart]) -> str:
+        """In words, which part is not known; empty if all are."""
+        return next((changed(part) for part in parts if self._steps((part,)) is None), "")
+
+    def _steps(self, parts: Iterable[RowPart]) -> RowWise | None:
+        """The parts as one row-wise function; ``None`` if one of them is not known."""
+        whole = RowWise.of()
         for part in parts:
-            # A mask that a step draws would be drawn anew where modules are run again.
-            draws = isinstance(part, tuple) and any(isinstance(s, Dropout) for s in part[0])
-            if draws or watched(part):
-                return None, changed(unknown[0] if draws else part)
-        return (lambda x: applied(parts, x)), ""
+            steps = part if isinstance(part, RowWise) else self.read(part)
+            if steps is None:
+                return None
+            whole += steps
+        return whole
 
-    def read(self, part: Callable[[Tensor], Tensor]) -> Steps | None:
+    def read(self, part: Callable[[Tensor], Tensor]) -> RowWise | None:
         """``part`` as row-wise steps, or ``None`` where it does more than its class does."""
         if not isinstance(part, nn.Module) or watched(part):
             return None
-        found = read(part)
-        return None if found is None else (found[0].steps, found[1])
+        return read(part) or read_lora(part, self.read)
 
     def _note(self, text: str) -> None:
         if not torch.compiler.is_compiling():
@@ -246,9 +236,8 @@ class SketchedBlock(SketchedModule):
         cls, layer: nn.Module, rows: int, from_below: bool = True, trains: bool = True
     ) -> tuple[Size, ...]:
         found: tuple[Size, ...] = ()
-        for name, module, role in cls.parts(layer):
-            often = cls.times(layer, name)
-            found += cls.sizes_of(module, role, rows * often, from_below, trains)
+        for _, module, role in cls.parts(layer):
+            found += cls.sizes_of(module, role, rows, from_below, trains)
         return found
 
     @classmethod
@@ -281,11 +270,6 @@ class SketchedBlock(SketchedModule):
         return found
 
     @classmethod
-    def times(cls, layer: nn.Module, name: str) -> int:
-        """How often a row passes through a module of the block: more than once with experts."""
-        return 1
-
-    @classmethod
     def left_exact(cls, layer: nn.Module, sketch: AnySketch) -> str:
         if not isinstance(sketch, Tokens):
             return f"{sketch!r} is for single layers, and this is a block; name its layers"
@@ -295,15 +279,15 @@ class SketchedBlock(SketchedModule):
 def applied(parts: Iterable[RowPart], x: Tensor) -> Tensor:
     """The parts as they are, one after the other."""
     for part in parts:
-        x = RowWise(Chain(part[0]), part[1])(x) if isinstance(part, tuple) else part(x)
+        x = part(x)
     return x
 
 
 def parameters_of(parts: Iterable[RowPart]) -> tuple[Tensor, ...]:
     found: list[Tensor] = []
     for part in parts:
-        if isinstance(part, tuple):
-            found += [p for p in part[1] if p is not None]
+        if isinstance(part, RowWise):
+            found += [p for p in leaves(part.parameters) if p is not None]
         elif hasattr(part, "parameters"):
             found += part.parameters()
     return tuple(found)
@@ -313,17 +297,6 @@ def watched(part: RowPart) -> bool:
     """Whether a hook or a forward of an instance's own would miss what is not called."""
     modules = getattr(part, "modules", None)
     return modules is not None and any(hooked(module) for module in modules())
-
-
-def hooked(module: nn.Module) -> bool:
-    """``watched`` for a module alone, without the modules in it."""
-    return bool(
-        "forward" in vars(module)
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
 
 
 def changed(part: RowPart) -> str:
@@ -370,15 +343,9 @@ def _weight_shapes(module: nn.Module) -> list[tuple[int, int]]:
         return [(E, E), (E, module.kdim or E), (E, module.vdim or E)]
     if isinstance(module, nn.Linear):
         return [(module.out_features, module.in_features)]
-    if hasattr(module, "num_experts"):  # a stack of matrices, of which a row meets a few
-        return [(p.shape[1], p.shape[2]) for p in module._parameters.values() if _stacks(p)]
     if hasattr(module, "nf") and hasattr(module, "nx"):  # transformers' Conv1D
         return [(int(module.nf), int(module.nx))]  # type: ignore[arg-type]
     return []
-
-
-def _stacks(parameter: Tensor | None) -> TypeGuard[Tensor]:
-    return parameter is not None and parameter.dim() == 3
 
 
 def _matrices(module: nn.Module, role: str) -> Iterable[tuple[int, int, str]]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.rowwise import Activation, Dropout, Linear, Parameters, Tape
+from ..tokens.function import Tree
+from ..tokens.rowwise import Activation, Dropout, Linear, Parameters, RowWise
 from .attention import one_mask
-from .blocks import Anatomy, RowPart, SelfAttention, SketchedBlock, Steps, watched
+from .blocks import Anatomy, RowPart, SelfAttention, SketchedBlock, watched
 
 
-@dataclass(frozen=True)
 class InTurnDropout(Dropout):
     """Dropout of rows that lie sample by sample, with the mask of rows that lie token by token.
 
@@ -22,18 +21,15 @@ class InTurnDropout(Dropout):
     memory order: so the masks are those of the plain layer.
     """
 
-    samples: int
-
-    def forward(self, x: Tensor, P: Parameters, tape: Tape, needed: bool) -> Tensor:
-        turned = x.view(self.samples, -1, x.shape[-1]).transpose(0, 1)
-        y, mask = torch.native_dropout(turned.contiguous(), self.p, True)
-        tape.kept.append(mask.transpose(0, 1).reshape(x.shape))
-        return y.transpose(0, 1).reshape(x.shape)
+    def forward(self, x: Tensor, P: Parameters, save: bool) -> tuple[Tensor, Tree]:
+        y, mask = torch.native_dropout(x.transpose(0, 1).contiguous(), self.p, True)
+        return y.transpose(0, 1), (mask.transpose(0, 1),)
 
 
 class _TorchBlock(SketchedBlock):
     """What the two have in common."""
 
+    vouched = False
     roles = (
         ("self_attn.out_proj", "queries"),
         ("self_attn", "packed"),
@@ -65,7 +61,7 @@ class _TorchBlock(SketchedBlock):
 
         x = x.transpose(0, 1) if turn else x
         norm, drop = last
-        drops = [_in_turn(m, x.shape[0]) if turn else m for m in (self.dropout, drop)]
+        drops = [_in_turn(m) if turn else m for m in (self.dropout, drop)]
         f = (self.linear1, self._activation(), drops[0], self.linear2, drops[1])
         attention = self._attention(x, mask, padding, is_causal)
         why = "nn.MultiheadAttention with hooks, keys of its own or projections apart"
@@ -85,32 +81,32 @@ class _TorchBlock(SketchedBlock):
         one = None
         if not is_causal:
             one = one_mask(mask, padding, (N, mha.num_heads, T, T), x.dtype)
-        packed: Steps = (Linear(),), (mha.in_proj_weight, mha.in_proj_bias)
-        after = (_linear(mha.out_proj), _in_turn(self.dropout1, N))
+        packed = RowWise.of((Linear(), (mha.in_proj_weight, mha.in_proj_bias)))
+        after = (_linear(mha.out_proj), _in_turn(self.dropout1))
         dropout = mha.dropout if mha.training else 0.0
         return SelfAttention((packed,), after, mha.num_heads, None, one, dropout, is_causal)
 
     def _activation(self: Any) -> RowPart:
-        name = {F.relu: "relu", F.gelu: "gelu", F.silu: "silu", torch.relu: "relu"}.get(
+        name = {F.relu: "relu", F.gelu: "gelu_none", F.silu: "silu", torch.relu: "relu"}.get(
             self.activation
         )
         if name is not None:
-            return ((Activation(name),), ())
+            return RowWise.of((Activation(name), ()))
         activation: RowPart = self.activation
         return activation
 
 
-def _in_turn(module: nn.Module, samples: int) -> RowPart:
+def _in_turn(module: nn.Module) -> RowPart:
     """A dropout whose rows lie token by token in the plain layer; anything else as it is."""
     if type(module) is not nn.Dropout or watched(module):
         return module
     drops = module.training and module.p > 0
-    return ((InTurnDropout(module.p, samples),) if drops else ()), ()
+    return RowWise.of(*([(InTurnDropout(module.p), ())] if drops else []))
 
 
-def _linear(module: nn.Module) -> Steps:
+def _linear(module: nn.Module) -> RowWise:
     """``out_proj``: a subclass of ``nn.Linear`` that is never called."""
-    return (Linear(),), (module.weight, module.bias)  # type: ignore[return-value]
+    return RowWise.of((Linear(), (module.weight, module.bias)))
 
 
 class SketchedTransformerEncoderLayer(_TorchBlock, nn.TransformerEncoderLayer):

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..ops.rowwise import Activation, Chain, Linear, Product, RMSNorm, Scale
-from .blocks import Anatomy, RowPart, SelfAttention, SketchedBlock, Steps, hooked, watched
-from .stand_in import kept_linear, stand_in
+from ..tokens.read import hooked
+from ..tokens.rowwise import Activation, Linear, Pair, RMSNorm, RowWise, Scale
+from .blocks import Anatomy, RowPart, SelfAttention, SketchedBlock, watched
 
 _HARMLESS = frozenset(
     {"output_hidden_states", "use_cache", "num_items_in_batch", "position_ids", "cache_position",
@@ -34,30 +34,29 @@ _CHAINS = {
 """Feed-forward modules that call these parts in turn."""
 
 
-def _gelu(name: str) -> Callable[[Any], Steps | None]:
+def _gelu(name: str) -> Callable[[Any], RowWise | None]:
     """GELU, unless it is written in Python and so rounds in another way."""
 
-    def steps(part: Any) -> Steps | None:
+    def steps(part: Any) -> RowWise | None:
         in_python = isinstance(getattr(part, "act", None), MethodType)
-        return None if in_python else ((Activation(name),), ())
+        return None if in_python else RowWise.of((Activation(name), ()))
 
     return steps
 
 
-def _rms_norm(part: Any) -> Steps:
-    return (RMSNorm(part.variance_epsilon),), (part.weight,)
+def _rms_norm(part: Any) -> RowWise:
+    return RowWise.of((RMSNorm(part.variance_epsilon), (part.weight,)))
 
 
-_STEPS: dict[str, Callable[[Any], Steps | None]] = {
-    "GELUActivation": _gelu("gelu"),
+_STEPS: dict[str, Callable[[Any], RowWise | None]] = {
+    "GELUActivation": _gelu("gelu_none"),
     "NewGELUActivation": _gelu("gelu_tanh"),
     "GELUTanh": _gelu("gelu_tanh"),
-    "SiLUActivation": lambda part: ((Activation("silu"),), ()),
-    "Conv1D": lambda part: ((Linear(transposed=True),), (part.weight, part.bias)),
-    "Dinov2LayerScale": lambda part: ((Scale(),), (part.lambda1,)),
+    "SiLUActivation": lambda part: RowWise.of((Activation("silu"), ())),
+    "Conv1D": lambda part: RowWise.of((Linear(transposed=True), (part.weight, part.bias))),
+    "Dinov2LayerScale": lambda part: RowWise.of((Scale(), (part.lambda1,))),
     "LlamaRMSNorm": _rms_norm,
     "MistralRMSNorm": _rms_norm,
-    "MixtralRMSNorm": _rms_norm,
     "Qwen2RMSNorm": _rms_norm,
     "Qwen3RMSNorm": _rms_norm,
 }
@@ -67,12 +66,12 @@ _STEPS: dict[str, Callable[[Any], Steps | None]] = {
 class _TransformersBlock(SketchedBlock):
     """Reads the row-wise modules of transformers."""
 
-    unread = "its attention runs as it is, on kept queries with draws of their own"
+    vouched = False
 
-    def read(self, part: Callable[[Tensor], Tensor]) -> Steps | None:
-        found = super().read(part)
-        if found is not None or not isinstance(part, nn.Module) or watched(part):
-            return found
+    def read(self, part: Callable[[Tensor], Tensor]) -> RowWise | None:
+        steps = super().read(part)
+        if steps is not None or not isinstance(part, nn.Module) or watched(part):
+            return steps
         name = type(part).__name__
         if not type(part).__module__.startswith("transformers."):
             return None
@@ -83,20 +82,21 @@ class _TransformersBlock(SketchedBlock):
             return self._gated(part)
         return _STEPS[name](part) if name in _STEPS else None
 
-    def _in_turn(self, parts: list[Any]) -> Steps | None:
-        known = [self.read(part) for part in parts]
-        if any(steps is None for steps in known):
-            return None
-        steps = tuple(step for found in known if found is not None for step in found[0])
-        return steps, tuple(p for found in known if found is not None for p in found[1])
+    def _in_turn(self, parts: list[Any]) -> RowWise | None:
+        whole = RowWise.of()
+        for part in parts:
+            steps = self.read(part)
+            if steps is None:
+                return None
+            whole += steps
+        return whole
 
-    def _gated(self, layer: Any) -> Steps | None:
+    def _gated(self, layer: Any) -> RowWise | None:
         gate = self._in_turn([layer.gate_proj, layer.act_fn])
         up, down = self.read(layer.up_proj), self.read(layer.down_proj)
         if gate is None or up is None or down is None:
             return None
-        product = Product(Chain(gate[0]), Chain(up[0]))
-        return (product, *down[0]), (*gate[1], *up[1], *down[1])
+        return RowWise.of((Pair(gate.chain, up.chain), (gate.parameters, up.parameters))) + down
 
 
 def _refused(x: Any, attention: Any, options: dict[str, Any]) -> str:
@@ -150,10 +150,8 @@ class _Bert(_TransformersBlock):
             return "chunk_size_feed_forward is set: the feed-forward part runs in pieces"
 
         def plain(x: Tensor) -> Tensor:
-            given = {**options, "attention_mask": attention_mask}
-            mixed = stand_in(attention, self.sketching.sketch, _BERT_PARTS)(x, **given)[0]
-            dense = kept_linear(last.dense, self.sketching.sketch.of("queries"))
-            y: Tensor = last.dropout(dense(mixed))
+            mixed = attention(x, attention_mask=attention_mask, **options)[0]
+            y: Tensor = last.dropout(last.dense(mixed))
             return y
 
         fused = SelfAttention(
@@ -183,7 +181,6 @@ def _how(attention: Any, mask: Tensor | None, x: Tensor, dropout: float) -> dict
     }
 
 
-_BERT_PARTS = {"query": "queries", "key": "keys", "value": "keys"}
 _PARTS = {"q_proj": "queries", "k_proj": "keys", "v_proj": "keys", "o_proj": "queries"}
 _DISTIL_PARTS = {"q_lin": "queries", "k_lin": "keys", "v_lin": "keys", "out_lin": "queries"}
 
@@ -202,8 +199,7 @@ class _DistilBert(_TransformersBlock):
             return reason or "a mask that is not [samples, heads, queries, keys]"
 
         def plain(x: Tensor) -> Tensor:
-            call = stand_in(attention, self.sketching.sketch, _DISTIL_PARTS)
-            y: Tensor = call(x, attention_mask=attention_mask, **options)[0]
+            y: Tensor = attention(x, attention_mask=attention_mask, **options)[0]
             return y
 
         fused = SelfAttention(
@@ -236,8 +232,7 @@ class _Vision(_TransformersBlock):
             return reason or "a mask that is not [samples, heads, queries, keys]"
 
         def plain(x: Tensor) -> Tensor:
-            call = stand_in(attention, self.sketching.sketch, _PARTS)
-            y: Tensor = after[0](call(x, attention_mask=mask, **options)[0])
+            y: Tensor = after[0](attention(x, attention_mask=mask, **options)[0])
             return y
 
         fused = SelfAttention(
@@ -303,9 +298,8 @@ class _GPT2(_TransformersBlock):
             return "reorder_and_upcast_attn=True: attention in a precision of its own"
 
         def plain(x: Tensor) -> Tensor:
-            call = stand_in(attention, self.sketching.sketch, {"c_proj": "queries"})
             given = {**options, "attention_mask": attention_mask, "use_cache": use_cache}
-            y: Tensor = call(x, past_key_values=past_key_values, **given)[0]
+            y: Tensor = attention(x, past_key_values=past_key_values, **given)[0]
             return y
 
         fused, why = None, _CACHED
@@ -337,8 +331,7 @@ class _Decoder(_TransformersBlock):
             return "a cache that holds keys was given"
 
         def plain(x: Tensor) -> Tensor:
-            call = stand_in(attention, self.sketching.sketch, _PARTS)
-            y: Tensor = call(hidden_states=x, **options)[0]
+            y: Tensor = attention(hidden_states=x, **options)[0]
             return y
 
         fused = None
@@ -356,36 +349,6 @@ class _Decoder(_TransformersBlock):
         return Anatomy(hidden_states, fused, plain, norms, (self.mlp,), norm_first=True, apart=why)
 
 
-class _Mixtral(_Decoder):
-    """A mixture of experts: they run again on the kept tokens."""
-
-    left = "experts run again on the kept rows, which is not in these FLOPs"
-
-    @classmethod
-    def times(cls, layer: Any, name: str) -> int:
-        return int(layer.mlp.top_k) if name == "mlp.experts" else 1
-
-    def anatomy(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Anatomy | str:
-        call = super().anatomy(hidden_states, *args, **options)
-        if isinstance(call, str):
-            return call
-        if self.mlp.jitter_noise:
-            return "router_jitter_noise: other noise where experts run again"
-        return call._replace(mlp=(_Experts(self.mlp),), again=True)
-
-
-class _Experts:
-    """A mixture of experts for rows [r, d], as well as for [N, T, d]."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.parameters, self.modules = module.parameters, module.modules
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self.module(x.unsqueeze(0)).squeeze(0) if x.dim() == 2 else self.module(x)
-        return y
-
-
 _FAMILIES: Mapping[str, tuple[str, type[SketchedBlock]]] = MappingProxyType(
     {
         "BertLayer": ("bert", _Bert),
@@ -398,7 +361,6 @@ _FAMILIES: Mapping[str, tuple[str, type[SketchedBlock]]] = MappingProxyType(
         "MistralDecoderLayer": ("mistral", _Decoder),
         "Qwen2DecoderLayer": ("qwen2", _Decoder),
         "Qwen3DecoderLayer": ("qwen3", _Decoder),
-        "MixtralDecoderLayer": ("mixtral", _Mixtral),
     }
 )
 """The block's class: its folder in transformers' models, and what is mixed in."""

@@ -17,7 +17,7 @@ class _SketchedConv(SketchedModule):
     """What the two have in common; ``nn.Conv1d`` or ``nn.Conv2d`` comes behind it."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        if not self.is_sketching(input):
+        if not self.is_sketching():
             return super().forward(input)  # type: ignore[no-any-return, misc]
         padding = self.padding
         if self.padding_mode != "zeros":

@@ -26,7 +26,7 @@ class SketchedConv1D(SketchedModule, Conv1D):
         rows = x.numel() // max(1, int(self.nx))
         # Where all is kept its own product is the exact one, to the last bit.
         everything = self.sketch.keeps_all(rows, int(self.nf), int(self.nx))
-        if everything or not self.is_sketching(x):
+        if everything or not self.is_sketching():
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         return sketched_linear(
             x, self.weight.mT, self.bias, self.sketch, planner=self.sketching.planner

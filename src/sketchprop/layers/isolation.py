@@ -2,68 +2,14 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 SKETCHING = "sketching"
 """The one entry of a sketched layer's ``__dict__`` beside those of the plain layer."""
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """What is drawn inside leaves every generator as it was: torch's on all devices in use,
-    python's and numpy's."""
-    numpy = getattr(sys.modules.get("numpy"), "random", None)
-    python_state, numpy_state = random.getstate(), numpy and numpy.get_state()
-    torch_states = [(put, get()) for get, put in _generators()]
-    try:
-        yield
-    finally:
-        for put, state in torch_states:
-            put(state)
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.set_state(numpy_state)
-
-
-def _generators() -> Iterator[tuple[Callable[[], Tensor], Callable[[Tensor], Any]]]:
-    """How to read and write each generator of torch."""
-    yield torch.get_rng_state, torch.set_rng_state
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    # Asking a GPU that nothing has used yet would start it.
-    if device is None or (device.type == "cuda" and not torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        return
-    module = torch.get_device_module(device)
-    if device.type == "mps":  # one generator, without an index
-        yield module.get_rng_state, module.set_rng_state
-        return
-    for i in range(module.device_count()):
-        yield partial(module.get_rng_state, i), partial(module.set_rng_state, device=i)
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Autograd as on a bare machine: gradients on, no dispatch mode, nobody's saved tensors.
-
-    A forward pass may be under way around it: under activation checkpointing, which counts the
-    tensors that are saved, or under a FLOP counter.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(_disable_current_modes())
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            shadow = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x)
-            stack.enter_context(shadow)
-        yield
 
 
 @contextmanager

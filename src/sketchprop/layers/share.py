@@ -23,7 +23,7 @@ def kept_flops(model: nn.Module, rows: int) -> float:
             inner.update(m for m in module.modules() if m is not module)
         for size in () if known is None or module in inner else known.sizes(module, rows):
             exact += size.exact_flops
-            if isinstance(module, SketchedModule) and not module.sketching.stays_exact:
+            if isinstance(module, SketchedModule):
                 kept += module.sketching.cost(size).total
             else:
                 kept += size.exact_flops

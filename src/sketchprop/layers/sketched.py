@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -24,17 +23,13 @@ class Sketching:
     """Makes the atoms; ``None``: new ones in each step."""
     exact: bool = False
     """True while ``sketchprop.exact`` is in force."""
-    judge: Callable[[SketchedModule, Sequence[Any]], bool] | None = None
-    """Asked in each forward pass whether to sketch (``where="faster"``); ``None``: always."""
-    accumulate: bool = False
-    """Whether kept rows of dW are added to an existing ``.grad`` in place."""
     note: str = ""
     """What of a block stayed exact in the last forward pass, and why."""
     idle: bool = False
     """True while a tuner leaves the layer exact: nothing of the sketch is asked."""
     tuned: str = ""
     """What a tuner decided, and why."""
-    parts: dict[int, Planner] = field(default_factory=dict, repr=False)
+    parts: dict[int, Planner] = field(init=False, default_factory=dict, repr=False)
     """The planners of a layer's second, third, … weight matrix."""
 
     def planner_of(self, part: int = 0) -> Planner | None:
@@ -50,11 +45,6 @@ class Sketching:
         if self.planner is None:
             return self.sketch.cost(size)
         return self.planner.cost(self.sketch, size)
-
-    @property
-    def stays_exact(self) -> bool:
-        """Whether the judge has left this layer exact, or has not decided yet."""
-        return self.judge is not None and not getattr(self.judge, "latest", True)
 
     def forget(self) -> None:
         """Drops what the planners remember."""
@@ -87,12 +77,10 @@ class SketchedModule:
         """What the layer's backward is sketched by."""
         return self.sketching.sketch
 
-    def is_sketching(self, *inputs: Any) -> bool:
-        """Whether this forward pass, on ``inputs``, records a sketched backward."""
+    def is_sketching(self) -> bool:
+        """Whether a forward pass now records a sketched backward."""
         state = self.sketching
-        if not self.training or state.exact or state.idle or not torch.is_grad_enabled():
-            return False
-        return state.judge is None or len(inputs) == 0 or state.judge(self, inputs)
+        return self.training and not (state.exact or state.idle) and torch.is_grad_enabled()
 
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
@@ -130,14 +118,7 @@ class SketchedLinear(SketchedModule, nn.Linear):
     plain = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.is_sketching(input):
+        if not self.is_sketching():
             return super().forward(input)
         state = self.sketching
-        return sketched_linear(
-            input,
-            self.weight,
-            self.bias,
-            state.sketch,
-            planner=state.planner,
-            accumulate=state.accumulate,
-        )
+        return sketched_linear(input, self.weight, self.bias, state.sketch, planner=state.planner)

@@ -13,7 +13,6 @@ from ..core.table import LAYER, Column, Table, as_text, words
 from ..sketches import AnySketch, Tokens
 from .blocks import SketchedBlock
 from .choose import refusal
-from .faster import Judge
 from .known import BUILT_IN, block_class, sketched_class
 from .sketched import SketchedModule
 
@@ -136,7 +135,7 @@ def _parts_of(name: str, block: SketchedBlock, rows: int) -> dict[nn.Module, Lay
     lines = {}
     state = block.sketching
     for inside, module, role in block.parts(block):
-        sizes = block.sizes_of(module, role, rows * block.times(block, inside))
+        sizes = block.sizes_of(module, role, rows)
         exact = sum(size.exact_flops for size in sizes)
         share = sum(state.cost(size).total for size in sizes) / max(1.0, exact)
         rows_kept = [_kept_of(state.sketch, size) * size.exact_flops for size in sizes]
@@ -165,14 +164,10 @@ def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: i
     if all(sketch.keeps_all(*size[:3]) for size in sizes):
         note = state.tuned or f"{sketch!r} keeps everything at {rows} rows: exact"
         return LayerSummary(name, kind, shape, sketch, 1.0, 1.0, note)
-    if state.stays_exact and isinstance(state.judge, Judge):
-        return LayerSummary(name, kind, shape, sketch, 1.0, 1.0, state.judge.describe())
     exact = [size.exact_flops for size in sizes]
     kept = sum(sketch.kept(*s[:3]) * e for s, e in zip(sizes, exact, strict=True)) / sum(exact)
     share = sum(state.cost(size).total for size in sizes) / sum(exact)
     notes = [repr(state.planner)] if state.planner is not None else []
-    if isinstance(state.judge, Judge):
-        notes.append(state.judge.describe())
     if state.tuned:
         notes.append(state.tuned)
     saved = sketch.saved_share(rows)

@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
-from ..sketches import AnySketch, Planner, Tokens
+from ..sketches import AnySketch, Planner
 from .blocks import SketchedBlock
 from .choose import HOOKED, Filter, choose, known_class, of_layer
-from .faster import Judge
 from .select import Layers
 from .share import kept_flops
 from .sketched import SketchedModule, Sketching
@@ -34,9 +33,7 @@ def sketch_(
     sketch: AnySketch | Mapping[str, AnySketch | None],
     filter_fn: Filter | None = None,
     *,
-    where: Literal["always", "faster"] = "always",
     planner: Planner | None = None,
-    accumulate: bool = False,
 ) -> Model:
     """Gives layers of ``model`` a sketched backward, in place, and returns the model.
 
@@ -49,15 +46,9 @@ def sketch_(
     that a pattern matches). A layer that is sketched already gets
     the new sketch; one that is not taken stays as it is, and ``summary`` says why.
 
-    ``where="faster"``: each layer times exact against sketched on its real shapes in the first
-    steps and keeps the faster; noise is not weighed. Decisions are shown by ``summary`` and, unless
-    the machine was too busy to tell, remembered in a file (``faster.cache_file``). Run one step
-    before ``torch.compile``. ``where="always"`` sketches every layer that was taken.
     ``planner``: who makes the atoms that are drawn from, and when: ``Every(50)`` makes new ones
     every 50 steps, ``Fresh(rows=0.1)`` looks at a tenth of the rows; each layer gets its own.
     Without one each step makes its own from all of the gradient.
-    ``accumulate``: linear layers add the kept rows of dW to an existing ``.grad`` in place; for
-    plain loops with ``zero_grad(set_to_none=False)``, see ``sketched_linear``.
 
     It takes linear layers, convolutions (with a kernel: by column sketches such as L1, or by
     ``Rows`` of whole samples), ``nn.MultiheadAttention``, transformers' ``Conv1D`` and layers made
@@ -72,14 +63,6 @@ def sketch_(
     >>> sketch_(model, Rows(0.3))[0]
     SketchedLinear(in_features=64, out_features=256, bias=True, sketch=Rows(0.3))
     """
-    if where not in ("always", "faster"):
-        raise ValueError(f"where={where!r} is unknown; use where='always' or where='faster'")
-    given = sketch.values() if isinstance(sketch, Mapping) else (sketch,)
-    if where == "faster" and any(isinstance(s, Tokens) for s in given):
-        raise ValueError(
-            "where='faster' times single layers, and Tokens takes blocks; leave it out, and ask "
-            "plan(model, loss_fn, batch, sketch=Tokens(0.3)) what a block gains"
-        )
     choice = choose(model, sketch, filter_fn, planner)
     found = findings(model, choice)
     if error := refusal_of(found):
@@ -94,9 +77,8 @@ def sketch_(
             _restore(layer)
             continue
         _restore_around(model, layer)
-        judge = Judge() if where == "faster" else None
         own = None if planner is None else planner.anew()
-        _turn(layer, Sketching(of_layer(layer, s), own, judge=judge, accumulate=accumulate))
+        _turn(layer, Sketching(of_layer(layer, s), own))
     if _log.isEnabledFor(logging.INFO):
         _log.info("%s", _taken(model, layers, choice.taken))
     return model

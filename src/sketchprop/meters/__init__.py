@@ -3,7 +3,7 @@
 from .advising import Advice, Candidate, Moment, Option, Trial, Way, advise, trial
 from .cost.flops import FlopsReport, measure_flops
 from .cost.memory import MemoryReport, saved_bytes
-from .cost.timing import BenchReport, Times, bench, step_times
+from .cost.timing import Times, step_times
 from .measure import MeasureReport, measure
 from .monitor import Monitor
 from .noise.estimate import Estimate
@@ -14,7 +14,6 @@ from .verdict import Verdict, criterion
 
 __all__ = [
     "Advice",
-    "BenchReport",
     "Candidate",
     "Estimate",
     "FlopsReport",
@@ -31,7 +30,6 @@ __all__ = [
     "Verdict",
     "Way",
     "advise",
-    "bench",
     "check_unbiased",
     "criterion",
     "expected_gradients",

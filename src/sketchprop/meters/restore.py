@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.random import random_state_kept
 from ..layers import Sketching
-from ..layers.isolation import SKETCHING, random_state_kept
+from ..layers.isolation import SKETCHING
 from ..layers.transform import sketch_
 from ..sketches import AnySketch, Planner
 

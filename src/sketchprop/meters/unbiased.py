@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.enumeration import expectation
+from ..core.random import random_state_kept
 from ..core.sampling import Uniforms
 from ..core.table import Column, Table, words
 from ..core.vjp import Vjp
-from ..layers.isolation import random_state_kept
 from ..sketches import AnySketch, Planner, Sketch, Split, Tokens
 from .noise.passes import Gradients, Loss
 from .restore import restored

@@ -14,13 +14,17 @@ where neither can be (dropout, whose mask must be the same; compiled for other d
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _aten = torch.ops.aten
+Heads = tuple[Tensor, Tensor, Tensor]
+"""q, k and v, or their gradients: ``[N, heads, tokens, size]`` each."""
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles of each place."""
 
 
 class Attending(NamedTuple):
@@ -37,13 +41,21 @@ class Attending(NamedTuple):
             return "flash" if q.shape[-1] == v.shape[-1] and v.shape[-2] > 0 else "formulas"
         return "formulas" if torch.compiler.is_compiling() else "again"
 
+    def factor(self, q: Tensor) -> float:
+        return 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
+
+    @property
+    def rescale(self) -> float:
+        """What dropout multiplies the weights by that it keeps."""
+        return 0.0 if self.dropout_p == 1 else 1 / (1 - self.dropout_p)
+
 
 class Attended(NamedTuple):
     """The result, and what backward wants of it: log-sum-exp (flash), mask of dropout."""
 
-    out: Tensor
+    out: Any
     logsumexp: Tensor | None = None
-    dropped: Tensor | None = None
+    dropout: Tensor | None = None
 
 
 def attend(
@@ -52,56 +64,51 @@ def attend(
     v: Tensor,
     mask: Tensor | None,
     how: Attending,
-    dropped: Tensor | None = None,
+    dropout: Tensor | None = None,
 ) -> Attended:
     """Attention of ``q: [N, H, T, ·]`` to ``k, v: [N, H or fewer, S, ·]``.
 
-    ``dropped``: the mask of an earlier dropout, to be used again.
+    ``dropout``: the mask of an earlier dropout, to be used again.
     """
     engine = how.engine(q, v)
     k, v = _as_many_heads(q, k), _as_many_heads(q, v)
-    mask = _with_four_axes(mask)
+    mask = None if mask is None else with_four_axes(mask)
     if engine == "flash":
-        q, k, v = _for_flash(q), _for_flash(k), _for_flash(v)
         out, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, how.is_causal, attn_mask=_mask_for_flash(mask, q), scale=how.scale
-        )
+            *(_side_by_side(t) for t in (q, k, v)), 0.0, how.is_causal,
+            attn_mask=_mask_for_flash(mask, q), scale=how.scale,
+        )  # fmt: skip
         return Attended(out, logsumexp)
     if engine == "again":
-        return Attended(
-            F.scaled_dot_product_attention(q, k, v, mask, 0.0, how.is_causal, scale=how.scale)
-        )
-    P = _weights(q, k, added(causal(q, k) if how.is_causal else mask, q.dtype), how)
+        out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, how.is_causal, scale=how.scale)
+        return Attended(out)
+    P = _weights(q, k, additive(causal(q, k) if how.is_causal else mask, q.dtype), how)
     if how.dropout_p == 0:
         return Attended(P @ v)
-    if dropped is None:
-        kept, dropped = torch.native_dropout(P, how.dropout_p, True)
+    if dropout is None:
+        P, dropout = torch.native_dropout(P, how.dropout_p, True)
     else:
-        kept = P * dropped * _rescale(how)
-    return Attended(kept @ v, None, dropped)
+        P = P * dropout * how.rescale
+    return Attended(P @ v, None, dropout)
 
 
 def attend_back(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attended: Attended,
-    mask: Tensor | None,
-    how: Attending,
-) -> tuple[Tensor, Tensor, Tensor]:
+    g: Tensor, heads: Heads, attended: Attended, mask: Tensor | None, how: Attending
+) -> Heads:
     """dQ, dK, dV from the kept rows of g, q, of what was attended and of the mask.
 
     ``mask`` includes causality: rows that are picked out have no diagonal of their own.
     """
-    heads = k.shape[1]
+    q, k, v = heads
     wide_k, wide_v = _as_many_heads(q, k), _as_many_heads(q, v)
     engine = how.engine(q, v)
     if engine == "flash":
-        dense = [_for_flash(t) for t in (g, q, wide_k, wide_v)]
+        added = _mask_for_flash(mask, q)
+        if added is not None and mask is not None and mask.dtype != torch.bool:
+            g = _for_masked_rows(g, attended.logsumexp, added)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *dense, attended.out, attended.logsumexp, 0.0, False,
-            attn_mask=_mask_for_flash(mask, q), scale=how.scale,
+            *(_side_by_side(t) for t in (g, q, wide_k, wide_v)),
+            attended.out, attended.logsumexp, 0.0, False, attn_mask=added, scale=how.scale,
         )  # fmt: skip
     elif engine == "again":
         with torch.enable_grad():
@@ -109,41 +116,39 @@ def attend_back(
             out = F.scaled_dot_product_attention(q, wide_k, wide_v, mask, scale=how.scale)
             dq, dk, dv = torch.autograd.grad(out, (q, wide_k, wide_v), g)
     else:
-        dq, dk, dv = _formulas(g, q, wide_k, wide_v, attended.dropped, mask, how)
-    return dq, _as_few_heads(dk, heads), _as_few_heads(dv, heads)
+        dq, dk, dv = _formulas(g, (q, wide_k, wide_v), attended.dropout, mask, how)
+    return dq, _as_few_heads(dk, k.shape[1]), _as_few_heads(dv, k.shape[1])
 
 
-def _for_flash(x: Tensor) -> Tensor:
-    """The kernel reads numbers that lie side by side, and does not ask whether they do."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _for_masked_rows(g: Tensor, logsumexp: Any, added: Tensor) -> Tensor:
+    """g for a kernel that computes P = exp(S - logsumexp), where that loses its sum.
 
-
-def _mask_for_flash(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    mask = added(mask, q.dtype)
-    return None if mask is None else _for_flash(mask)
+    In a row that is masked whole with the smallest number instead of -∞ all of S is that number,
+    and so is its log-sum-exp: log n is rounded away, and P would be 1 instead of 1/n for the n
+    keys that have it. All gradients are linear in P and in g, so g takes the 1/n.
+    """
+    added = added if added.stride(-2) else added[..., :1, :]
+    ties = (added == added.amax(-1, keepdim=True)).sum(-1)
+    lost = logsumexp < torch.finfo(logsumexp.dtype).min / 4
+    return g * torch.where(lost, 1 / ties, 1.0).to(g.dtype).unsqueeze(-1)
 
 
 def _formulas(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropped: Tensor | None,
-    mask: Tensor | None,
-    how: Attending,
-) -> tuple[Tensor, Tensor, Tensor]:
-    P = _weights(q, k, added(mask, q.dtype), how)
+    g: Tensor, heads: Heads, dropout: Tensor | None, mask: Tensor | None, how: Attending
+) -> Heads:
+    q, k, v = heads
+    P = _weights(q, k, additive(mask, q.dtype), how)
     dP = g @ v.mT
-    kept = P
-    if dropped is not None:
-        factor = dropped.to(dP.dtype) * _rescale(how)
-        kept, dP = P * factor, dP * factor
-    dS = P * (dP - (dP * P).sum(-1, keepdim=True)) * _scale(q, how)
-    return dS @ k, dS.mT @ q, kept.mT @ g
+    dropped = P
+    if dropout is not None:
+        factor = dropout.to(dP.dtype) * how.rescale
+        dropped, dP = P * factor, dP * factor
+    dS = P * (dP - (dP * P).sum(-1, keepdim=True)) * how.factor(q)
+    return dS @ k, dS.mT @ q, dropped.mT @ g
 
 
 def _weights(q: Tensor, k: Tensor, mask: Tensor | None, how: Attending) -> Tensor:
-    S = (q * _scale(q, how)) @ k.mT
+    S = (q * how.factor(q)) @ k.mT
     if mask is None:
         return S.softmax(-1)
     # A query that may look at nothing has weights of zero, as in torch.
@@ -151,15 +156,17 @@ def _weights(q: Tensor, k: Tensor, mask: Tensor | None, how: Attending) -> Tenso
     return (S + mask).softmax(-1).masked_fill(nothing, 0.0)
 
 
-def _scale(q: Tensor, how: Attending) -> float:
-    return 1 / math.sqrt(q.shape[-1]) if how.scale is None else how.scale
+def _side_by_side(x: Tensor) -> Tensor:
+    """The kernel reads numbers that lie side by side, and does not ask whether they do."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _rescale(how: Attending) -> float:
-    return 0.0 if how.dropout_p == 1 else 1 / (1 - how.dropout_p)
+def _mask_for_flash(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    mask = additive(mask, q.dtype)
+    return None if mask is None else _side_by_side(mask)
 
 
-def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A mask to be added: True of a boolean one becomes 0, False -∞."""
     if mask is None:
         return None
@@ -174,23 +181,28 @@ def causal(q: Tensor, k: Tensor) -> Tensor:
     return queries.unsqueeze(-1) >= torch.arange(k.shape[-2], device=q.device)
 
 
-def mask_rows(mask: Tensor | None, token: Tensor, keys: int, how: Attending) -> Tensor | None:
-    """The rows of the mask that the kept queries ``token: [N, c]`` look at: ``[N, ·, c, keys]``."""
-    if how.is_causal:
-        return (token.unsqueeze(-1) >= torch.arange(keys, device=token.device)).unsqueeze(1)
-    if mask is None:
-        return None
-    N, c = token.shape
-    mask = _with_four_axes(mask)
-    assert mask is not None
-    if mask.shape[-2] == 1:
-        return mask.expand(-1, -1, c, -1)
-    place = token[:, None, :, None].expand(N, mask.shape[1], c, mask.shape[-1])
-    return mask.expand(N, -1, -1, -1).gather(2, place)
+def with_four_axes(mask: Tensor) -> Tensor:
+    return mask[(None,) * (4 - mask.dim())]
 
 
-def _with_four_axes(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask[(None,) * (4 - mask.dim())]
+def check_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
+    """Shapes that attention takes, or an error that says which."""
+    if q.is_nested or k.is_nested or v.is_nested:
+        raise TypeError(
+            "nested tensors have no rows to draw; pad them, and give attn_mask for the padding"
+        )
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(
+            f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; give "
+            "[samples, heads, tokens, head size], with heads of size 1 by q.unsqueeze(1)"
+        )
+    H, keys = q.shape[1], k.shape[1]
+    fits = keys == v.shape[1] and (keys == H or (grouped and keys and H % keys == 0))
+    if not fits:
+        raise ValueError(
+            f"{H} query heads do not fit {keys} key and {v.shape[1]} value heads; give equal "
+            "numbers, or with enable_gqa=True a multiple of those of k and v"
+        )
 
 
 def check_mask(mask: Tensor | None, shape: tuple[int, ...], how: Attending) -> None:
@@ -220,3 +232,16 @@ def _as_many_heads(q: Tensor, k: Tensor) -> Tensor:
 
 def _as_few_heads(dk: Tensor, heads: int) -> Tensor:
     return dk if dk.shape[1] == heads else dk.view(dk.shape[0], heads, -1, *dk.shape[2:]).sum(2)
+
+
+def rotated(q: Tensor, rotary: Rotary) -> Tensor:
+    """Each pair of the two halves of ``q: [N, H, T, d]`` rotated: q cos + (-q₂, q₁) sin."""
+    cos, sin = (t.unsqueeze(-3).to(q.dtype) for t in rotary)
+    first, second = q.chunk(2, -1)
+    return q * cos + torch.cat([-second, first], -1) * sin
+
+
+def rotated_back(g: Tensor, rotary: Rotary) -> Tensor:
+    """The vjp of ``rotated``: the other way round, with the halves of the sines exchanged."""
+    cos, sin = rotary
+    return rotated(g, (cos, -sin.roll(sin.shape[-1] // 2, -1)))

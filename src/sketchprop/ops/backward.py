@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.checks import check_local
-from ..core.compact import KeptColumns, TwoSided, Whole, rows_for_weight
+from ..core.compact import TwoSided, Whole, rows_for_weight
 from ..core.importance import column_sums
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
@@ -28,7 +28,6 @@ class Method(NamedTuple):
 
     sketch: AnySketch
     planner: Planner | None = None
-    accumulate: bool = False
     uniforms: Uniforms = draw_uniforms
 
 
@@ -109,7 +108,7 @@ class _Sketched(torch.autograd.Function):
         sees = ctx.method.sketch.sees
         # A frozen weight needs no input, a frozen input no weight. The parameter itself is
         # saved, never a copy: FSDP2 frees and refills it in between.
-        needs_weight = wants_x or "W" in sees or ctx.method.accumulate
+        needs_weight = wants_x or "W" in sees
         needs_input = index is None and (wants_weight or "X" in sees)
         ctx.save_for_backward(x if needs_input else rows, weight if needs_weight else None, index)
 
@@ -143,19 +142,16 @@ def _gradients(
             dX = form.as_input(compact.input_grad(vjp.W))
         if wants_weight:
             assert vjp.X is not None
-            if not (method.accumulate and _accumulated(compact, vjp.X, weight)):
-                dW = form.as_weight(compact.weight_grad(vjp.X))
+            dW = form.as_weight(compact.weight_grad(vjp.X))
         if wants_bias and db is None:
             db = compact.bias_grad()
-        if method.planner is not None and wants_weight:
-            method.planner.saw(vjp)
     return dX, dW, db
 
 
 def _compact(
     form: Form, method: Method, vjp: Vjp, index: Tensor | None, asks: Asked
 ) -> CompactGradient:
-    sketch, planner, _, uniforms = method
+    sketch, planner, uniforms = method
     if isinstance(sketch, Tokens):
         sketch = sketch.rest
     if isinstance(sketch, Sketch):
@@ -189,16 +185,6 @@ def _sizes(vjp: Vjp) -> tuple[int, int, int]:
 def as_rows(x: Tensor, stack: tuple[int, ...] = ()) -> Tensor:
     """``[*stack, *, d]`` as ``[*stack, B, d]``."""
     return x.reshape(*stack, -1, x.shape[-1]) if x.dim() != len(stack) + 2 else x
-
-
-def _accumulated(compact: CompactGradient, X: Tensor, weight: Tensor | None) -> bool:
-    """Adds dW to ``weight.grad`` in place, if it can be."""
-    if weight is None or not weight.is_leaf or weight.grad is None:
-        return False
-    if not isinstance(compact, KeptColumns) or weight.grad.dtype != X.dtype:
-        return False
-    compact.add_weight_grad_(X, weight.grad)
-    return True
 
 
 def refuse_second_backward(

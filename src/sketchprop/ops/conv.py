@@ -112,7 +112,7 @@ def sketched_conv(
         return form.forward(x, weight, bias)
     if torch.compiler.is_compiling():
         planner = None  # a step that is compiled may have no side effects
-    return sketched(x, weight, bias, form, Method(sketch, planner, False, uniforms))
+    return sketched(x, weight, bias, form, Method(sketch, planner, uniforms))
 
 
 def fits_kernels(sketch: AnySketch) -> bool:

@@ -20,7 +20,6 @@ def sketched_linear(
     sketch: AnySketch,
     *,
     planner: Planner | None = None,
-    accumulate: bool = False,
     samples: Samples | None = None,
     uniforms: Uniforms = draw_uniforms,
 ) -> Tensor:
@@ -30,12 +29,9 @@ def sketched_linear(
     its own draw: ``weight: [*stack, n, d]``, ``bias: [*stack, n]``, ``x: [*stack, *, d]``.
     Where the sketch would keep everything, or no gradient is wanted, this is ``F.linear`` itself
     and nothing is drawn. ``planner`` makes the atoms, by default they are new in each step; each
-    layer needs its own. ``accumulate``: where ``weight.grad`` is there already, backward adds the
-    kept rows of dW to it in place instead of making a dense dW. That is for ``loss.backward()``
-    in a plain loop only: hooks on the weight and ``torch.autograd.grad`` do not see what was
-    added. ``samples``: which rows belong to one sample, for sketches that keep whole samples; by
-    default as the sketch reads the shape. Draws come from the default generator, in backward (of
-    rows of x in forward); ``uniforms`` replaces it, for tests.
+    layer needs its own. ``samples``: which rows belong to one sample, for sketches that keep whole
+    samples; by default as the sketch reads the shape. Draws come from the default generator, in
+    backward (of rows of x in forward); ``uniforms`` replaces it, for tests.
 
     >>> from sketchprop import L1
     >>> W = torch.randn(64, 784, requires_grad=True)
@@ -62,7 +58,7 @@ def sketched_linear(
     pair: AnySketch = sketch
     if isinstance(sketch, Sketch) and "G" not in sketch.sees:
         pair = Split(input=None, weight=sketch)
-    method = Method(pair, planner, accumulate, uniforms)
+    method = Method(pair, planner, uniforms)
     if not isinstance(pair, Split) or pair.forward is None or pair.forward.keeps_all(rows, n, d):
         return sketched(x, weight, bias, form, method)
     if not weight.requires_grad:  # no dW, no rows to save

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from ..core.table import Column, Table
+from ..core.table import Column
 from ..meters import MeasureReport, PlanReport
 from ..meters.measure import plain_data
-from . import charts
+from .pictures import BarChart, as_svg, noise_chart, plan_chart, require_matplotlib
 from .setup import setup_facts
-from .svg import bars
-
-
-@dataclass(frozen=True)
-class Section:
-    """A chart beside its table, below what can be seen."""
-
-    table: Table
-    chart: charts.Chart
-    text: str = ""
 
 
 def html_report(
@@ -37,31 +26,28 @@ def html_report(
     ``plans`` adds, for each sketch, which layers get faster. ``facts`` say how it was measured:
     by default versions and machine; the batches, draws and rounds of ``measured`` are added.
     ``title``: of the page.
-    All text is escaped; a layer may have any name.
+    All text is escaped; a layer may have any name. matplotlib draws: ``sketchprop[cli]`` has it.
     """
-    known = {**(setup_facts() if facts is None else facts), **_effort(measured)}
-    sections = [
-        Section(measured.verdicts(), charts.verdict_chart(measured)),
-        Section(measured.noise_by_layer(), charts.noise_chart(measured)),
-        Section(measured.noise_by_node(), charts.node_chart(measured)),
-        Section(measured.work_by_layer(), charts.work_chart(measured)),
-        Section(measured.memory_by_layer(), charts.memory_chart(measured)),
-        *(
-            Section(table, charts.plan_chart(planned), planned.headline().partition("\n")[0])
-            for planned in plans
-            for table in planned.tables()
-        ),
+    require_matplotlib()
+    facts = {**(setup_facts() if facts is None else facts), **_effort(measured)}
+    charts = [
+        BarChart(measured.verdicts(), ()),
+        noise_chart(measured),
+        BarChart(measured.noise_by_node(), ("variance", "local")),
+        BarChart(measured.work_by_layer(), ("exact M", "sketched M")),
+        BarChart(measured.memory_by_layer(), ("exact kB", "sketched kB", "shared kB")),
+        *map(plan_chart, plans),
     ]
-    used = [line.sketch for line in measured.variance.layers]
-    numbers = {"facts": known, "measure": measured.as_dict(), "plans": [p.as_dict() for p in plans]}
+    sketches = [line.sketch for line in measured.variance.layers]
+    numbers = {"facts": facts, "measure": measured.as_dict(), "plans": [p.as_dict() for p in plans]}
     page: str = _template().render(
         title=title,
-        sketches=list(dict.fromkeys(used or [repr(planned.sketch) for planned in plans])),
+        sketches=list(dict.fromkeys(sketches or [repr(plan.sketch) for plan in plans])),
         answer=measured.answer(),
         explanation=measured.explanation(),
         figures=measured.figures().cells(),
-        sections=[section for section in sections if section.table.rows],
-        facts=known,
+        charts=[chart for chart in charts if chart.table.rows],
+        facts=facts,
         numbers=json.dumps(plain_data(numbers), indent=1, ensure_ascii=False, allow_nan=False),
     )
     return page
@@ -82,7 +68,7 @@ def _template() -> Any:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {
         "prose": _prose,
-        "svg": lambda chart: Markup(bars(chart)),
+        "svg": lambda chart: Markup(as_svg(chart)),
         "words": words,
     }
     source = files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")

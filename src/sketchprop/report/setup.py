@@ -28,11 +28,6 @@ def setup_facts(device: torch.device | None = None) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
     }
     if device is not None and device.type != "cpu":
-        facts["device"] = _device_name(device)
+        name = getattr(torch.get_device_module(device), "get_device_name", lambda _: "")
+        facts["device"] = f"{device} {name(device)}".strip()
     return facts
-
-
-def _device_name(device: torch.device) -> str:
-    module = torch.get_device_module(device)
-    name = getattr(module, "get_device_name", lambda _: "")(device)
-    return f"{device} {name}".strip()

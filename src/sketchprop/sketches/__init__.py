@@ -3,7 +3,7 @@
 from .base import Sketch
 from .columns import L1, L2, ColumnMask, ColumnSketch, Diagonal, Variance
 from .elements import ElementMask
-from .planners import Every, Fresh, Planner, RunningNorms
+from .planners import Every, Fresh, Planner
 from .rows import ForwardRows, Rows, RowSketch, SampleMask
 from .spectral import GradientSVD, RankConstrained, SpectralSketch
 from .split import AnySketch, Split
@@ -12,6 +12,5 @@ from .tokens import Tokens
 __all__ = [
     "L1", "L2", "AnySketch", "ColumnMask", "ColumnSketch", "Diagonal", "ElementMask", "Every",
     "ForwardRows", "Fresh", "GradientSVD", "Planner", "RankConstrained", "RowSketch", "Rows",
-    "RunningNorms", "SampleMask", "Sketch", "SpectralSketch", "Split", "Tokens",
-    "Variance",
+    "SampleMask", "Sketch", "SpectralSketch", "Split", "Tokens", "Variance",
 ]  # fmt: skip

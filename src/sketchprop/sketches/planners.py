@@ -16,14 +16,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..core.checks import check_share, check_steps, solve_dtype
+from ..core.checks import check_share, check_steps
 from ..core.cost import Cost, Size
 from ..core.importance import column_sums
-from ..core.probabilities import water_fill
 from ..core.sampling import Atoms
 from ..core.vjp import Vjp
 from .base import Sketch
-from .rows import ForwardRows
 from .split import AnySketch
 
 STALE_FLOOR = 0.1
@@ -40,10 +38,6 @@ class Planner(ABC):
     @abstractmethod
     def atoms(self, sketch: Sketch, vjp: Vjp) -> Atoms:
         """The atoms to draw from in this step."""
-
-    def saw(self, vjp: Vjp) -> None:
-        """Called after a backward pass with what was seen in it."""
-        return None
 
     def refusal(self, sketch: Sketch) -> str:
         """Why it cannot serve ``sketch``; empty if it can."""
@@ -131,49 +125,6 @@ class Every(Planner):
 
     def cost(self, sketch: AnySketch, size: Size) -> Cost:
         return _spread(sketch, size, self.steps, self.rows)
-
-
-@dataclass
-class RunningNorms(Planner):
-    """For ``ForwardRows``: p ∝ ‖x_b‖ times a running mean of ‖g‖ at the row's place in its sample.
-
-    ``decay``: what the mean keeps of its past in each step. A floor under the mean keeps the
-    draw unbiased whatever changes.
-    """
-
-    decay: float = 0.9
-    _norms: Tensor | None = field(init=False, repr=False, compare=False, default=None)
-
-    def refusal(self, sketch: Sketch) -> str:
-        if isinstance(sketch, ForwardRows):
-            return ""
-        return f"RunningNorms serves rows drawn in forward, ForwardRows(0.1), not {sketch!r}"
-
-    def atoms(self, sketch: Sketch, vjp: Vjp) -> Atoms:
-        assert isinstance(sketch, ForwardRows)
-        atoms = sketch.atoms(vjp)
-        norms = self._norms
-        samples = vjp.rows
-        if norms is None or norms.shape[-1] != samples.tokens or norms.device != vjp.G.device:
-            return atoms
-        mean = norms.mean(-1, keepdim=True)
-        level = torch.where(mean > 0, norms / mean, 1.0) * (1 - STALE_FLOOR) + STALE_FLOOR
-        roots = (samples.by_sample(sketch.roots(vjp)) * level).flatten(-2)
-        return replace(atoms, probabilities=water_fill(roots, atoms.rank))
-
-    def forget(self) -> None:
-        self._norms = None
-
-    def saw(self, vjp: Vjp) -> None:
-        """Updates the mean; a gradient that is not finite is not remembered."""
-        samples = vjp.rows
-        rows = torch.linalg.vector_norm(vjp.G, dim=-1, dtype=solve_dtype(vjp.G))
-        norms = samples.by_sample(rows).reshape(-1, samples.tokens).mean(0)
-        norms = torch.where(norms.isfinite(), norms, 0.0)
-        past = self._norms
-        if past is not None and past.shape == norms.shape and past.device == norms.device:
-            norms = self.decay * past + (1 - self.decay) * norms
-        self._norms = norms
 
 
 def floored(atoms: Atoms) -> Atoms:

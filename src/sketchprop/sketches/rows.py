@@ -195,8 +195,6 @@ class ForwardRows(RowSketch):
     """r rows of X, drawn in forward and saved for dW = Σ g_b x_bᵀ/p_b; dX and db are exact.
 
     ``by="input"``: p ∝ ‖x_b‖ (a row with x_b = 0 adds nothing to dW). ``"uniform"``: equal p.
-    With ``planner=RunningNorms()`` p is proportional to ‖x_b‖ times a running mean of ‖g‖ at the
-    row's position in its sample.
 
     Saves r·d instead of B·d numbers for each layer, and 2(B - r)nd FLOPs of dW. What another
     operation keeps alive anyway is not freed: see ``meters.saved_bytes``. The draw is made in

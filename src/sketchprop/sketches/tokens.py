@@ -33,6 +33,14 @@ def default_keys(budget: float | int) -> float:
     return 1.0 if isinstance(budget, int) else min(1.0, round(budget + 0.4, 10))
 
 
+def check_save(save: object) -> None:
+    if save not in SAVES:
+        raise ValueError(
+            f"save={save!r} is unknown; use save='activations' (fastest) or save='input' "
+            "(the memory of activation checkpointing)"
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class Tokens:
     """The backward of a transformer's blocks on the tokens that carry it.
@@ -67,11 +75,7 @@ class Tokens:
             value = getattr(self, name)
             if name == "budget" or value is not None:
                 object.__setattr__(self, name, check_budget(value))
-        if self.save not in SAVES:
-            raise ValueError(
-                f"save={self.save!r} is unknown; use save='activations' (fastest) or "
-                "save='input' (the memory of activation checkpointing)"
-            )
+        check_save(self.save)
 
     @property
     def query_budget(self) -> float | int:

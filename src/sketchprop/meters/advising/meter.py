@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ...core.random import seed_generators
 from ...core.stopwatch import clock_of, in_turns, synchronise
 from ...layers.isolation import no_gradient_hooks
 from ..cost.memory import bytes_of
 from ..cost.timing import Times, compare, times_of
 from ..noise.metric import Pace, adaptive, noise_of
 from ..noise.passes import Gradients, Loss, scalar_loss, squared_norm
-from ..noise.passes import seed as seed_generators
 from ..restore import Buffers, restored, tensors_in
 from .answer import DROWNED, OUT_OF_TIME, Option
 from .candidates import Candidate

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ...core.random import random_state_kept, seed_generators
 from ...core.stopwatch import synchronise, unhurried
-from ...layers.isolation import random_state_kept
 from ...layers.transform import unsketch_
 from ...sketches import AnySketch
 from ..noise.passes import Loss, scalar_loss
-from ..noise.passes import seed as seed_generators
 from ..noise.variance import Progress
 from ..restore import check_model
 from .candidates import Candidate

@@ -25,7 +25,7 @@ class Use:
     kwargs: Any
     products: tuple[Size, ...]
     sketched: bool = False
-    """Whether this call recorded a sketched backward: ``where="faster"`` may leave it exact."""
+    """Whether this call recorded a sketched backward."""
 
     @property
     def exact_flops(self) -> float:
@@ -59,8 +59,7 @@ def recorded_uses(layers: Mapping[nn.Module, str]) -> Iterator[list[Use]]:
         if torch.is_grad_enabled():
             shapes, options = torch.utils._pytree.tree_map(_shape_only, (args, kwargs))
             products = _products(layer, (args, kwargs), output)
-            inputs = (*args, *kwargs.values())
-            sketched = isinstance(layer, SketchedModule) and layer.is_sketching(*inputs)
+            sketched = isinstance(layer, SketchedModule) and layer.is_sketching()
             uses.append(Use(layers[layer], layer, shapes, options, products, sketched))
 
     with hooked(layers, after=note):

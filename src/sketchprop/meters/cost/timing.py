@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from time import monotonic
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...core.cost import Size
 from ...core.stopwatch import in_turns, synchronise
-from ...core.table import Column, Table, as_text, words
-from ...layers import Sketching
 from ...layers.isolation import no_gradient_hooks
 from ...layers.transform import exact
-from ...ops import sketched_linear
-from ...sketches import AnySketch
 from ..noise.passes import Loss, scalar_loss
 from ..restore import restored
 
@@ -105,79 +100,3 @@ def seconds_of_a_pass(model: nn.Module, loss_fn: Loss, batch: Any) -> float:
         if number and seconds > SLOW:
             break
     return max(seconds, 1e-6)
-
-
-@dataclass(frozen=True)
-class BenchLine:
-    """The backward of one linear layer: ``B × d × n``."""
-
-    shape: tuple[int, int, int]
-    sketch: str
-    times: Times
-    flops: float
-    """Sketched over exact FLOPs, planning included."""
-
-
-@dataclass(frozen=True)
-class BenchReport:
-    """Printable; ``.as_dict()`` for logs."""
-
-    lines: tuple[BenchLine, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def headline(self) -> str:
-        faster = sum(line.times.ratio < 1 for line in self.lines)
-        return f"{faster} of {len(self.lines)} are faster than exact."
-
-    def tables(self) -> list[Table]:
-        """A row for each shape and sketch."""
-        columns = (
-            *(words("B × d × n"), words("sketch")),
-            *(Column(title, ".3f", scale=1e3) for title in ("exact ms", "sketched ms")),
-            *(Column(title, ".3f") for title in ("ratio", "±", "FLOPs")),
-        )
-        rows = [
-            (
-                *(line.shape, line.sketch, line.times.exact, line.times.sketched),
-                *(line.times.ratio, line.times.ratio_error, line.flops),
-            )
-            for line in self.lines
-        ]
-        return [Table("Backward of a linear layer", columns, rows)]
-
-    def __str__(self) -> str:
-        return as_text(self)
-
-
-def bench(
-    shapes: Sequence[tuple[int, int, int]],
-    sketches: Sequence[AnySketch],
-    rounds: int = 15,
-    device: str | torch.device = "cpu",
-) -> BenchReport:
-    """Backward of a linear layer with bias, exact against sketched, for shapes ``(B, d, n)``."""
-    device = torch.device(device)
-    lines = []
-    for B, d, n in shapes:
-        for sketch in sketches:
-            seconds = in_turns(_backwards(B, d, n, sketch, device), rounds, device)
-            size = Size(B, n, d)
-            shown = Sketching(sketch).cost(size).total / size.exact_flops
-            lines.append(BenchLine((B, d, n), repr(sketch), compare(*seconds), shown))
-    return BenchReport(tuple(lines))
-
-
-def _backwards(
-    B: int, d: int, n: int, sketch: AnySketch, device: torch.device
-) -> list[Callable[[], Any]]:
-    shapes = ((B, d), (n, d), (n,), (B, n))
-    x, W, b, G = (torch.randn(*shape, device=device) for shape in shapes)
-    leaves = [t.requires_grad_() for t in (x, W, b)]
-    outputs = [torch.nn.functional.linear(x, W, b), sketched_linear(x, W, b, sketch)]
-
-    def backward(y: Tensor) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(y, leaves, G, retain_graph=True)
-
-    return [backward(y) for y in outputs]

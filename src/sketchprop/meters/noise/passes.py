@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.random import random_state, seed_generators, set_random_state
 from ...layers import SketchedModule
 from ..restore import Buffers, check_model, hooked
 
@@ -95,12 +96,12 @@ class Switch:
     def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
         index = self._index(module)
         module.sketching.exact = self._exact or index < self.first
-        self._before.append(_random_state(module))
+        self._before.append(random_state(_device(module)))
         if not module.sketching.exact and index not in self._own_randomness:
-            seed(_device(module), self.seed, self.draw, index)
+            seed_generators(_device(module), self.seed, self.draw, index)
 
     def _leave(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        before, after = self._before.pop(), _random_state(module)
+        before, after = self._before.pop(), random_state(_device(module))
         # ``_calls`` moved on in _enter: this use is the last one that was counted.
         known = self._uses[module]
         index = known[min(self._calls[module], len(known)) - 1]
@@ -114,7 +115,7 @@ class Switch:
                     "forward: the two cannot be told apart. Set its dropout to 0 to measure"
                 )
         elif not module.sketching.exact:
-            _set_random_state(module, before)
+            set_random_state(_device(module), before)
 
 
 class Gradients:
@@ -146,11 +147,11 @@ class Gradients:
     def _run(self, batch: Any, first: int | None, draw: int, keep_graph: bool) -> list[Tensor]:
         self.buffers.restore()
         self.switch.start(first, draw)
-        seed(self.device, self.seed)
+        seed_generators(self.device, self.seed)
         value = scalar_loss(self.loss_fn, self.model, batch)
         for notify in self.after_forward:
             notify()
-        seed(self.device, self.seed, draw, -1)
+        seed_generators(self.device, self.seed, draw, -1)
         grads = torch.autograd.grad(
             value, self.parameters, allow_unused=True, retain_graph=keep_graph
         )
@@ -162,35 +163,6 @@ class Gradients:
 
 def _device(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
-
-
-def _random_state(module: nn.Module) -> Tensor:
-    """The state of the generator that the layer would draw from."""
-    device = _device(module)
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state()
-    return state
-
-
-def _set_random_state(module: nn.Module, state: Tensor) -> None:
-    device = _device(module)
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state)
-
-
-def seed(device: torch.device, *numbers: int) -> None:
-    """Seeds the default generators of the CPU and of ``device`` with a mix of ``numbers``.
-
-    Not ``torch.manual_seed``: where CUDA is not in use it formats a stack trace at each call,
-    which takes longer than a small network's step.
-    """
-    mixed = hash(numbers) & (2**63 - 1)
-    torch.default_generator.manual_seed(mixed)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(mixed)
 
 
 def scalar_loss(loss_fn: Loss, model: nn.Module, batch: Any) -> Tensor:

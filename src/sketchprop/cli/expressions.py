@@ -1,0 +1,134 @@
+"""Sketches as they are typed: ``Tokens(0.3)``, read without evaluating code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import sketches as built_in
+from ..sketches import AnySketch, Planner, Sketch, Split, Tokens
+
+
+class UsageError(ValueError):
+    """What was typed cannot be understood; exit code 2."""
+
+
+def parse_sketch(text: str) -> AnySketch:
+    """``"L1(0.1)"``, ``"L1(0.1, root=True)"``, or ``"module:Mine(0.1)"`` from the user's code.
+
+    Nothing is evaluated: names of sketches are looked up and called with literals, or with
+    further sketches; anything else is refused before it could run.
+    """
+    wanted = "a sketch, for example Rows(0.3)"
+    sketch: AnySketch = Expression(text, (Sketch, Split, Tokens), wanted).value()
+    return sketch
+
+
+def parse_planner(text: str) -> Planner:
+    """``"Every(50)"``, or a planner of the user's."""
+    planner: Planner = Expression(text, (Planner,), "a planner, for example Every(50)").value()
+    return planner
+
+
+def parse_sketches(texts: Sequence[str]) -> AnySketch | dict[str, AnySketch | None]:
+    """One sketch, or ``PATTERN=SKETCH`` several times; ``PATTERN=exact`` leaves layers alone."""
+    pairs = [re.fullmatch(r"([^(=]*)=(.*)", text) for text in texts]
+    if pairs == [None]:
+        return parse_sketch(texts[0])
+    choice: dict[str, AnySketch | None] = {}
+    for text, pair in zip(texts, pairs, strict=True):
+        if pair is None:
+            raise UsageError(f"{text!r}: with several --sketch each needs a pattern, 'fc*={text}'")
+        pattern, sketch = map(str.strip, pair.groups())
+        choice[pattern] = None if sketch == "exact" else parse_sketch(sketch)
+    return choice
+
+
+def sketch_names() -> list[str]:
+    """The built-in sketches that can be made by name."""
+
+    def concrete(value: Any) -> bool:
+        is_sketch = isinstance(value, type) and issubclass(value, Sketch)
+        return value in (Split, Tokens) or (is_sketch and not value.__abstractmethods__)
+
+    return [name for name in built_in.__all__ if concrete(getattr(built_in, name))]
+
+
+def load_module(path: str) -> Any:
+    """A module by its dotted name; the current folder counts, as for ``python -m``."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"no module {path!r} here or installed ({error})") from error
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A class and its arguments, as text; nothing but classes of these kinds is called."""
+
+    text: str
+    kinds: tuple[type, ...]
+    wanted: str
+    """What was expected, in words."""
+
+    def value(self) -> Any:
+        """The object that is meant; made, or found in the user's module."""
+        prefix = re.match(r"([\w.]+):", self.text.strip())
+        scopes = [load_module(prefix[1])] if prefix else []
+        call = self.text.strip()[prefix.end() if prefix else 0 :]
+        try:
+            node = ast.parse(call, mode="eval").body
+        except SyntaxError:
+            raise self._refusal() from None
+        return self._read(node, [*scopes, built_in])
+
+    def _read(self, node: ast.expr, scopes: Sequence[Any]) -> Any:
+        if isinstance(node, ast.Name):
+            meant = self._look_up(node.id, scopes)
+            if isinstance(meant, self.kinds):
+                return meant
+            raise UsageError(f"{self.text!r} has no budget; type for example {node.id}(0.1)")
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+            raise self._refusal()
+        kind = self._look_up(node.func.id, scopes)
+        if isinstance(kind, self.kinds):
+            raise UsageError(
+                f"{self.text!r} calls a sketch that is made already; leave out the brackets"
+            )
+
+        def argument(part: ast.expr) -> Any:
+            inner = isinstance(part, ast.Call)
+            return self._read(part, scopes) if inner else ast.literal_eval(part)
+
+        try:
+            values = [argument(part) for part in node.args]
+            return kind(*values, **{str(k.arg): argument(k.value) for k in node.keywords})
+        except UsageError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{self.text}: {error}") from error
+
+    def _look_up(self, name: str, scopes: Sequence[Any]) -> Any:
+        """A class of these kinds, or an object of one; nothing else that a module may hold."""
+        meant = next((getattr(scope, name) for scope in scopes if hasattr(scope, name)), None)
+        if meant is None:
+            names = ", ".join(sketch_names())
+            raise UsageError(f"{name!r} is unknown in {self.text!r}; built-in sketches are {names}")
+        is_class = isinstance(meant, type) and issubclass(meant, self.kinds)
+        if is_class or isinstance(meant, self.kinds):
+            return meant
+        raise UsageError(
+            f"{name!r} in {self.text!r} is a {type(meant).__name__}, not {self.wanted}, or a class "
+            f"derived from sketchprop.{self.kinds[0].__name__}"
+        )
+
+    def _refusal(self) -> UsageError:
+        return UsageError(f"{self.text!r} is not {self.wanted}")

@@ -1,0 +1,168 @@
+"""What is measured: a model, its loss and its batches, built in or from the user's factory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..zoo import Bert, ViT, mlp
+from .expressions import UsageError, load_module
+
+FACTORY = "(model, loss_fn, batches)"
+
+
+@dataclass
+class Task:
+    """A model, its loss, and batches as training draws them; they may be endless."""
+
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    batches: Iterable[Any]
+    optimizer: Any = None
+    """What --steps and --trial train with; ``None`` until it is made."""
+
+    def to(self, device: torch.device) -> Task:
+        """The same on another device; batches are moved when they are drawn."""
+        return Task(
+            self.model.to(device), self.loss_fn, Moved(self.batches, device), self.optimizer
+        )
+
+    @property
+    def device(self) -> torch.device:
+        first = next(self.model.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def take(self, count: int) -> list[Any]:
+        """For measuring: at most ``count`` batches from a new pass, each only once."""
+        batches = list(islice(iter(self.batches), count))
+        # All are held, so that an id means one object.
+        different = {tuple(map(id, tree_leaves(batch))): batch for batch in batches}
+        if not different:
+            raise UsageError("the factory's batches are empty, or used up by --steps; give more")
+        return list(different.values())
+
+    def make_optimizer(self, name: str | None, learning_rate: float | None) -> None:
+        """The factory's; or by name, over all parameters that train."""
+        if self.optimizer is not None:
+            if name is not None or learning_rate is not None:
+                raise UsageError(
+                    "the factory returns an optimizer of its own; leave out --optimizer and "
+                    "--learning-rate"
+                )
+            return
+        make, usual = OPTIMIZERS[name or "sgd"]
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if not parameters:
+            raise UsageError("the model has no parameter that requires a gradient; unfreeze one")
+        self.optimizer = make(parameters, lr=usual if learning_rate is None else learning_rate)
+
+    def train(self, steps: int, report: Callable[[float], None]) -> None:
+        """Plain exact training: sketches are measured at a point of it, not only at its start."""
+        if steps == 0:
+            return
+        self.model.train()
+        for number, batch in enumerate(islice(self._epochs(), steps), 1):
+            self.optimizer.zero_grad()
+            torch.autograd.backward(self.loss_fn(self.model, batch))
+            self.optimizer.step()
+            report(number / steps)
+        self.optimizer.zero_grad()
+
+    def _epochs(self) -> Iterator[Any]:
+        """Begins anew where the batches end."""
+        while True:
+            batch = None
+            for batch in self.batches:
+                yield batch
+            if batch is None:
+                raise UsageError("the factory's batches end before --steps do; give a list")
+
+
+@dataclass
+class Moved:
+    """Batches that are moved to a device as they are drawn."""
+
+    batches: Iterable[Any]
+    device: torch.device
+
+    def __iter__(self) -> Iterator[Any]:
+        def move(leaf: Any) -> Any:
+            return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
+
+        return (tree_map(move, batch) for batch in self.batches)
+
+
+def load_task(name: str, batch_size: int, seed: int) -> Task:
+    """A built-in model on random data, or ``module:factory`` that returns both and the loss."""
+    torch.manual_seed(seed)
+    if ":" in name:
+        return _user_task(name)
+    if name not in MODELS:
+        raise UsageError(
+            f"--model {name!r} is unknown; use one of {', '.join(MODELS)}, or module:factory for a "
+            f"function of yours that returns {FACTORY}"
+        )
+    make, random_batch = MODELS[name]
+    endless = iter(lambda: random_batch(batch_size), None)
+    return Task(make(), cross_entropy, endless)
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Classes in the last dimension, any number of positions before it."""
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
+
+
+def find_device(name: str) -> torch.device:
+    """The device, if it is here and works."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"--device {name} is not here: {reason}") from error
+    if device.type == "meta":
+        raise UsageError("--device meta has no numbers: nothing can be measured there")
+    return device
+
+
+OPTIMIZERS: Mapping[str, tuple[Callable[..., Any], float]] = {
+    "sgd": (torch.optim.SGD, 0.1),
+    "adam": (torch.optim.Adam, 1e-3),
+    "adamw": (torch.optim.AdamW, 1e-3),
+}
+"""By name: how it is made, and its usual rate."""
+
+
+def _user_task(name: str) -> Task:
+    path, _, attribute = name.partition(":")
+    module = load_module(path)
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        near = ", ".join(n for n in vars(module) if callable(getattr(module, n)) and n[0] != "_")
+        raise UsageError(f"{path!r} has no function {attribute!r}; it has {near or 'none'}")
+    parts = factory()
+    if not (isinstance(parts, tuple) and len(parts) in (3, 4) and isinstance(parts[0], nn.Module)):
+        raise UsageError(
+            f"{name} returned {type(parts).__name__}; return {FACTORY} with loss_fn(model, batch) "
+            "a scalar tensor and batches a list or a loader, and the optimizer as the fourth, if "
+            "there is one"
+        )
+    if len(parts) == 4 and not isinstance(parts[3], torch.optim.Optimizer):
+        raise UsageError(f"{name} returned {parts[3]!r} as the fourth: give a torch optimizer")
+    return Task(*parts)
+
+
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "mlp": (mlp, lambda size: (torch.randn(size, 784), torch.randint(10, (size,)))),
+    "vit": (ViT, lambda size: (torch.randn(size, 3, 32, 32), torch.randint(10, (size,)))),
+    "bert": (Bert, lambda size: (torch.randint(1000, (size, 64)), torch.randint(1000, (size, 64)))),
+}
+"""Name: how it is made, and a random batch for it."""

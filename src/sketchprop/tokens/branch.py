@@ -1,0 +1,89 @@
+"""A row-wise branch of a network whose backward runs on some of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..core.samples import Samples
+from ..core.sampling import Uniforms, draw_uniforms
+from ..sketches.tokens import check_save
+from .draw import kept_count
+from .function import run, wanted
+from .parts import Block, BlockTensors, RowBranch
+from .read import read
+from .rowwise import Chain, RowWise
+from .unknown import Unknown, name_of
+
+
+def branch(
+    f: Callable[[Tensor], Tensor],
+    x: Tensor,
+    budget: float | int,
+    *,
+    save: str = "activations",
+    residual: bool = False,
+    parameters: Iterable[Tensor] | None = None,
+    sample_dim: int | None = 0,
+    uniforms: Uniforms = draw_uniforms,
+    check: bool = True,
+) -> Tensor:
+    """``f(x)``, with a backward that runs on ``budget`` of the rows of ``x: [*, d]``.
+
+    f, a module or a ``RowWise`` or a function, must be row-wise: every token by itself (norms,
+    linear layers, activations, dropout, gates).
+    In backward r rows of the output's gradient are drawn over the whole batch, p_b ∝ ‖g_b‖, and
+    f's vjp runs on those alone: dx = Σ J_bᵀ g_b/p_b over the kept rows, and the gradients of f's
+    parameters likewise, with the means of the exact gradients.
+
+    Where no more rows have a gradient than are kept (padding, ignored labels) it is exact.
+    Cost of backward: ``budget`` times that of f. ``save="activations"`` keeps the results of f's
+    products; ``"input"`` keeps x alone and computes them again on the kept rows, with the memory
+    of activation checkpointing. What is not made of plain torch layers always runs again.
+
+    ``residual``: x + f(x), at the cost of one pass over the gradient less than adding it outside.
+    ``parameters``: those that f uses, where f is a function; a module brings its own.
+    ``sample_dim``: the axis of samples, over which a draw is spread evenly; None: one sample.
+    ``check``: try f on three rows by themselves and refuse one that mixes rows or draws random
+    numbers. What is made of plain torch layers is row-wise by construction, keeps its masks of
+    dropout and is not tried; only that can be compiled.
+    Where the budget keeps everything this is ``f(x)`` itself. Draws come from ``uniforms``.
+
+    >>> mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    >>> x = torch.randn(4, 16, 8, requires_grad=True)
+    >>> branch(mlp, x, 0.25).square().sum().backward()
+    >>> int((x.grad.abs().sum(-1) > 0).sum())  # tokens that this draw kept
+    16
+    """
+    check_save(save)
+    rows = x.numel() // max(1, x.shape[-1])
+    rank = kept_count(budget, max(1, rows))
+    known = f if isinstance(f, RowWise) else read(f) if isinstance(f, nn.Module) else None
+    P = known.parameters if known is not None else _parameters_of(f, parameters)
+    inputs = BlockTensors(x, rows=P)
+    if rows == 0 or rank >= rows or x.is_meta or not wanted(inputs):
+        y = f(x)
+        return x + y if residual else y
+    if known is None and torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"branch({name_of(f)}) cannot be compiled: its steps are not known before it runs. "
+            "Give an nn.Sequential of plain torch layers, or a RowWise that spells it out"
+        )
+    steps = Unknown(f, check) if known is None else known.chain
+    samples = Samples.of(tuple(x.shape[:-1]), sample_dim)
+    rows_part = RowBranch(steps, rank, save == "activations", residual, samples)
+    return run(Block(None, Chain(), rows_part), inputs, uniforms)
+
+
+def _parameters_of(f: object, given: Iterable[Tensor] | None) -> tuple[Tensor, ...]:
+    if given is not None:
+        return tuple(given)
+    owner = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return tuple(owner.parameters())
+    raise TypeError(
+        f"branch cannot see the parameters of {name_of(f)}; give them: "
+        "branch(f, x, budget, parameters=module.parameters()), or parameters=() if it has none"
+    )
