@@ -27,8 +27,8 @@ from sketchprop.core.vjp import Vjp
 from sketchprop.layers.choose import refusal
 from sketchprop.layers.isolation import no_gradient_hooks
 from sketchprop.layers.select import blocks_of, sketchable_layers
-from sketchprop.meters.noise.passes import Loss, scalar_loss, squared_distance, squared_norm
-from sketchprop.meters.restore import Buffers, hooked, restored
+from sketchprop.meters.noise.gradients import Loss, scalar_loss, squared_distance, squared_norm
+from sketchprop.meters.restore import Buffers, call_hooks, restored
 from sketchprop.sketches import Rows, RowSketch
 
 
@@ -308,7 +308,7 @@ class _Probe:
             if sampled and output.requires_grad:
                 output.register_hook(look)  # type: ignore[no-untyped-call]
 
-        with sp.exact(own.model), hooked(own.layers.values(), after=watch):
+        with sp.exact(own.model), call_hooks(own.layers.values(), after=watch):
             loss = scalar_loss(own.loss_fn, own.model, batch)
             seed_generators(device, own.step, -1 if draw is None else draw)
             found = torch.autograd.grad(loss, self.parameters, allow_unused=True)

@@ -167,7 +167,7 @@ class TunedSteps:
         return 3 * self.costs[1.0] + sum(map(self.cost, sketched))
 
     def before(self, batch: Batch) -> float:
-        trial = self.tuner.controller.trial()
+        trial = self.tuner.controller.probe_rungs()
         probed = self.tuner(batch) is not None
         own = self.cost(self.tuner.controller.budgets)
         return own + self.probe_cost(trial) if probed else own

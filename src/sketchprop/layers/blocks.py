@@ -15,7 +15,7 @@ from ..core.cost import Size
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..ops.attend import Attending, Rotary, check_mask
-from ..sketches import AnySketch, Tokens
+from ..sketches import Tokens
 from ..tokens.attention import AttentionTensors, QueryCount
 from ..tokens.attention import SelfAttention as AttentionPart
 from ..tokens.draw import kept_count
@@ -93,7 +93,7 @@ class SketchedBlock(SketchedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tokens = self.sketching.sketch
-        if self.is_sketching() and isinstance(tokens, Tokens) and not _leaves_a_graph():
+        if self.is_sketching() and not _leaves_a_graph():
             call = self.anatomy(*args, **kwargs)
             if isinstance(call, str):
                 self._note(call)
@@ -268,12 +268,6 @@ class SketchedBlock(SketchedModule):
                 known = [role for start, role in cls.roles if name.startswith(start)]
                 found.append((name, module, known[0] if known else "rows"))
         return found
-
-    @classmethod
-    def left_exact(cls, layer: nn.Module, sketch: AnySketch) -> str:
-        if not isinstance(sketch, Tokens):
-            return f"{sketch!r} is for single layers, and this is a block; name its layers"
-        return ""
 
 
 def applied(parts: Iterable[RowPart], x: Tensor) -> Tensor:
