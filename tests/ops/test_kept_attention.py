@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sketchprop as sp
+from sketchprop import kept_attention
 from sketchprop.core.enumeration import expectation
 from sketchprop.core.sampling import Uniforms, draw_uniforms
 from sketchprop.ops import attend as attend_file
 from sketchprop.ops.attend import Attending
-from sketchprop.tokens import kept_attention
 
 N, H, T, D = 2, 4, 5, 3
 
