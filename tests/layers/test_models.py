@@ -21,15 +21,17 @@ def language(model):
     return model, lambda m: m(input_ids=tokens, labels=tokens).loss
 
 
+SIZES = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 2 * WIDTH,
+}
+TEXT = {**SIZES, "vocab_size": VOCABULARY}
+
+
 def bert():
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=2 * WIDTH,
-        max_position_embeddings=TOKENS,
-    )
+    config = transformers.BertConfig(**TEXT, max_position_embeddings=TOKENS)
     return language(transformers.BertForMaskedLM(config))
 
 
@@ -41,41 +43,17 @@ def gpt2():
 
 
 def llama():
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    config = transformers.LlamaConfig(**TEXT, num_key_value_heads=2)
     return language(transformers.LlamaForCausalLM(config))
 
 
-def mixtral(**options):
-    config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        **options,
-    )
+def mixtral():
+    config = transformers.MixtralConfig(**TEXT, num_key_value_heads=2, num_local_experts=4)
     return language(transformers.MixtralForCausalLM(config))
 
 
 def vit():
-    config = transformers.ViTConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=2 * WIDTH,
-        image_size=16,
-        patch_size=4,
-        num_labels=5,
-    )
+    config = transformers.ViTConfig(**SIZES, image_size=16, patch_size=4, num_labels=5)
     images = torch.randn(BATCH, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(BATCH)
     model = transformers.ViTForImageClassification(config)
@@ -128,49 +106,24 @@ def residual():
     return classifier(Residual(), 3, 8, 8)
 
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+def parts(layers, *names):
+    return {f"{layers}.{i}.{name}" for i in (0, 1) for name in names}
+
+
+ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
+MLP = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 TAKEN = {
     bert: {
-        *(
-            f"bert.encoder.layer.{i}.{part}.dense"
-            for i in (0, 1)
-            for part in ("attention.output", "intermediate", "output")
-        ),
-        *(
-            f"bert.encoder.layer.{i}.attention.self.{part}"
-            for i in (0, 1)
-            for part in ("query", "key", "value")
-        ),
+        *parts("bert.encoder.layer", *(f"attention.self.{n}" for n in ("query", "key", "value"))),
+        *parts("bert.encoder.layer", "attention.output.dense", "intermediate.dense"),
+        *parts("bert.encoder.layer", "output.dense"),
         "cls.predictions.transform.dense",
     },
-    gpt2: {
-        f"transformer.h.{i}.{part}.{kind}"
-        for i in (0, 1)
-        for part, kind in (
-            ("attn", "c_attn"),
-            ("attn", "c_proj"),
-            ("mlp", "c_fc"),
-            ("mlp", "c_proj"),
-        )
-    },
-    llama: {
-        f"model.layers.{i}.{part}"
-        for i in (0, 1)
-        for part in (
-            *(f"self_attn.{name}" for name in ATTENTION),
-            *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
-        )
-    },
-    mixtral: {f"model.layers.{i}.self_attn.{name}" for i in (0, 1) for name in ATTENTION},
+    gpt2: parts("transformer.h", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+    llama: parts("model.layers", *ATTENTION, *MLP),
+    mixtral: parts("model.layers", *ATTENTION),
     vit: None,
-    encoder: {
-        "embed",
-        *(
-            f"encoder.layers.{i}.{part}"
-            for i in (0, 1)
-            for part in ("self_attn", "linear1", "linear2")
-        ),
-    },
+    encoder: {"embed", *parts("encoder.layers", "self_attn", "linear1", "linear2")},
     residual: {"stem", "narrow.0", "conv", "widen", "shortcut"},
 }
 every_model = pytest.mark.parametrize("build", TAKEN, ids=lambda build: build.__name__)
