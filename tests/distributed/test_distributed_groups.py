@@ -24,7 +24,7 @@ from sketchprop.distributed import SketchedPipelineStage, settings, share_draws_
 from stack_helpers import equal
 
 CPU = torch.device("cpu")
-SECONDS = 15
+SECONDS = 8
 
 
 def two_by_two(wrap: Callable[[nn.Module, Any], nn.Module], sketch: sp.Sketch | None) -> Any:

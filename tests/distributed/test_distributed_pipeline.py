@@ -153,11 +153,11 @@ def traced() -> dict[str, Any]:
 
 
 def unbiased() -> dict[str, Any]:
-    """Largest z over all of this rank's gradients, boundary sketched at 0.25 and 0.1."""
+    """Largest z over all of this rank's gradients, boundary sketched."""
     out: dict[str, Any] = {}
     for name, more in (("GPipe", sp.GradientSVD(0.25)), ("1F1B", sp.Rows(0.1))):
         truth = Pipe(name, plain, chunks=2).step()
-        for sketch in (sp.L1(0.25), sp.L1(0.1), more):
+        for sketch in (sp.L1(0.1), more):
             pipe = Pipe(name, sketched(sketch), chunks=2)
             out[f"{name} {sketch!r}"] = largest_z(truth, pipe.step, DRAWS)
     # Layers and boundary together, in schedules that call a layer's backward twice; all ranks
@@ -182,7 +182,7 @@ def wire_bytes() -> dict[str, Any]:
     """Batch 32, 128 tokens, width 256, float32: bytes of a step's backward messages."""
     rank = dist.get_rank()
     out: dict[str, Any] = {}
-    for sketch in (sp.L1(0.1), sp.L1(0.05), sp.Rows(0.1), sp.Rows(0.05), sp.L1(1.0)):
+    for sketch in (sp.L1(0.1), sp.Rows(0.05), sp.L1(1.0)):
         counter = WireCounter()
         stage = sketched(sketch, counter)(wide(rank, 2), rank, 2)
         schedule = ScheduleGPipe(stage, 4, loss_fn=F.mse_loss)
@@ -297,7 +297,7 @@ def test_stages_of_the_tracing_front_end(results) -> None:
 def test_the_mean_of_all_gradients_is_the_exact_one(results) -> None:
     """z ≤ 5 over 100 seeded draws; the last stage alone gets exact gradients."""
     for record in of(results, unbiased):
-        assert len(record) == 8
+        assert len(record) == 6
         for case, z in record.items():
             assert z <= Z_LIMIT, case
 
@@ -312,12 +312,7 @@ def test_the_boundary_is_noisy_and_draws_anew(results) -> None:
 def test_bytes_on_the_wire(results) -> None:
     first, last = of(results, wire_bytes)
     exact = 32 * 128 * 256 * 4
-    for sketch, limit in (
-        (sp.L1(0.1), 0.105),
-        (sp.Rows(0.1), 0.105),
-        (sp.L1(0.05), 0.055),
-        (sp.Rows(0.05), 0.055),
-    ):
+    for sketch, limit in ((sp.L1(0.1), 0.105), (sp.Rows(0.05), 0.055)):
         total = last[repr(sketch)].total
         assert total.exact == exact
         assert 0.9 * sketch.budget * exact <= total.sent <= limit * exact

@@ -119,6 +119,10 @@ def gradients(model: nn.Module, **masks: Any) -> tuple[Tensor, list[Tensor]]:
     return output.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(data[0]), data[1])
+
+
 def blocks(model: nn.Module) -> list[SketchedBlock]:
     return [m for m in model.modules() if isinstance(m, SketchedBlock)]
 
@@ -152,10 +156,10 @@ def test_the_mean_over_draws_is_the_exact_gradient(case: str) -> None:
     make, options, masks = CASES[case]
     model = sp.sketch_(make(dropout=0.1, **options), Tokens(0.3, queries=0.4, keys=0.7))
 
-    def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
+    def masked(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(data[0], **masks), data[1])
 
-    assert sp.check_unbiased(model, loss, batch(model), draws=80).ok
+    assert sp.check_unbiased(model, masked, batch(model), draws=80).ok
 
 
 def tiny_zoo() -> tuple[nn.Module, tuple[Any, ...]]:
@@ -228,9 +232,6 @@ def test_zero_rows_cost_nothing() -> None:
 def test_what_is_saved(save: str) -> None:
     model = vit()
 
-    def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(data[0]), data[1])
-
     exact = saved_bytes(model, loss, batch(model)).total
     report = saved_bytes(sp.sketch_(model, Tokens(0.3, save=save)), loss, batch(model))
     assert report.total < (0.9 if save == "activations" else 0.5) * exact
@@ -274,9 +275,6 @@ def test_hooks_inside_a_block_run_and_gradients_stay_unbiased() -> None:
     model.blocks[1].mlp[0].register_forward_pre_hook(lambda *_: seen.append("mlp"))
     gradients(model)
     assert seen == ["qkv", "mlp"]
-
-    def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(data[0]), data[1])
 
     assert sp.check_unbiased(model, loss, batch(model), draws=60).ok
 
@@ -378,9 +376,6 @@ def test_meters_split_noise_by_block() -> None:
     model = vit()
     data = [(torch.randn(N, 3, 16, 16), torch.tensor([0, 1, 2, 0])) for _ in range(2)]
 
-    def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(data[0]), data[1])
-
     report = sp.measure(model, loss, data, sketch=Tokens(0.3), draws=4, rounds=0)
     assert [line.layer for line in report.variance.layers] == ["blocks.0", "blocks.1"]
     assert 0.3 < report.flops.kept < 0.8
@@ -417,8 +412,7 @@ def test_autocast_and_accumulation() -> None:
     x, labels = batch(model)
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = F.cross_entropy(model(x), labels)
-    loss.backward()
+        F.cross_entropy(model(x), labels).backward()
     first = [p.grad.clone() for p in model.parameters()]
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -429,10 +423,12 @@ def test_autocast_and_accumulation() -> None:
         torch.testing.assert_close(p.grad, 2 * g, rtol=1e-2, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["zoo", "encoder, batch first", "encoder, padding"])
+@pytest.mark.parametrize("case", ["zoo", "encoder, padding"])
 def test_it_compiles_without_a_break(case: str) -> None:
     make, options, masks = CASES[case]
-    model = sp.sketch_(make(dropout=0.0, **options), Tokens(0.3))
+    model: Any = make(dropout=0.0, **options)
+    del (model.blocks if case == "zoo" else model.encoder.layers)[1:]
+    sp.sketch_(model, Tokens(0.3))
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     output, _ = gradients(model, **masks)

@@ -283,22 +283,6 @@ def test_unbatched_and_empty_inputs(where):
     assert torch.autograd.grad(empty.sum(), [weight])[0].eq(0).all()
 
 
-def test_your_own_column_sketch_needs_no_more_than_importance():
-    class LInf(sp.ColumnSketch):
-        def importance(self, vjp):
-            return vjp.G.abs().amax(-2).square()
-
-    for where in (POINTWISE[1], KERNEL[1]):
-        x, weight, bias, G = where.tensors()
-        sketch = LInf(0.4)
-
-        def gradients(u, where=where, leaves=(x, weight), bias=bias, G=G, sketch=sketch):
-            return torch.autograd.grad(where.sketched(*leaves, bias, sketch, u), leaves, G)
-
-        wanted = torch.autograd.grad(where.exact(x, weight, bias), (x, weight), G)
-        close(sp.expectation(gradients), wanted)
-
-
 def test_a_large_gradient_is_scored_in_parts():
     """Above a megabyte the absolute sums are taken image by image: the same weights."""
     G = torch.randn(40, 32, 24, 24)
