@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
     ("example", "shown"),
     [
         (["pipeline.py"], "of 4,194,304 bytes (0.100)"),
-        (["ddp.py"], "loss"),
         (["ddp.py", "--share"], "of the bytes"),
         (["fsdp2.py"], "loss"),
     ],

@@ -157,17 +157,3 @@ def test_a_symbol_of_the_paper_map_exists(symbol):
             found = getattr(found, name)
         return
     pytest.fail(symbol)
-
-
-def test_every_concrete_sketch_is_in_the_paper_map_or_not_of_the_paper():
-    import sketchprop as sp
-
-    beyond = {"Rows", "ForwardRows", "Split"}
-    concrete = {
-        name
-        for name in sp.__all__
-        if isinstance(value := getattr(sp, name), type)
-        and issubclass(value, sp.Sketch)
-        and not value.__abstractmethods__
-    }
-    assert {f"sketchprop.{name}" for name in concrete - beyond} <= set(SYMBOLS)

@@ -18,6 +18,8 @@ IMPORT = """
 import sys, torch
 before = set(sys.modules)
 import sketchprop
+layers = (torch.nn.Linear(4, 4) for _ in range(2))
+sketchprop.sketch_(torch.nn.Sequential(*layers), sketchprop.L1(0.5))
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(*sorted(new - set(sys.stdlib_module_names) - {"torch"}))
 """
@@ -94,7 +96,7 @@ def test_the_wheel_of_the_sdist_works_where_nothing_but_torch_is(tmp_path):
     assert first == "sketchprop"
     assert last == "Block tensor(True)"
     assert (tmp_path / "model.pt").is_file()
-    # Here, where everything is installed, the import brings nothing else either.
+    # Here, where everything is installed, import and use bring nothing else either.
     assert checked([sys.executable, "-c", IMPORT]).split() == ["sketchprop"]
 
     command = str(scripts / "sketchprop")

@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import sketchprop as sp
 from distributed_helpers import run_once
 from sketchprop import Tokens
-from sketchprop.layers import SketchedBlock
 from sketchprop.zoo import ViT
-from stack_helpers import Z_LIMIT, equal, gradients, largest_z
+from stack_helpers import Z_LIMIT, blocks, equal, gradients, largest_z
 
 WORLD, DRAWS = 2, 60
 
@@ -55,7 +54,7 @@ def compare(wrap: Any) -> dict[str, Any]:
     with sp.exact(model):
         truth = step_gradients(model, 0)
     return {
-        "blocks": sum(isinstance(m, SketchedBlock) for m in model.modules()),
+        "blocks": len(blocks(model)),
         "truth": truth,
         "one draw": step_gradients(model, 0),
         "z": largest_z(truth, lambda k: step_gradients(model, k), DRAWS),

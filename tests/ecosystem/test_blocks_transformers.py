@@ -19,6 +19,7 @@ import sketchprop as sp
 from sketchprop import Tokens
 from sketchprop.core.enumeration import expectation
 from sketchprop.layers import SketchedBlock
+from stack_helpers import blocks
 
 WORDS, SAMPLES, LENGTH = 40, 4, 10
 SIZES = {
@@ -103,10 +104,6 @@ def batch_for(name: str, *, padded: bool = True) -> dict[str, Tensor]:
         batch["attention_mask"][1:, 7:] = 0
         ids[1:, 7:] = 0
     return batch
-
-
-def blocks(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if isinstance(m, SketchedBlock)]
 
 
 def gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -26,6 +26,7 @@ from sketchprop.layers import SketchedBlock
 from sketchprop.layers.share import kept_flops
 from sketchprop.meters import saved_bytes
 from sketchprop.zoo import Block, ViT
+from stack_helpers import blocks
 
 N, LENGTH, WIDTH = 4, 10, 16
 
@@ -121,10 +122,6 @@ def gradients(model: nn.Module, **masks: Any) -> tuple[Tensor, list[Tensor]]:
 
 def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(data[0]), data[1])
-
-
-def blocks(model: nn.Module) -> list[SketchedBlock]:
-    return [m for m in model.modules() if isinstance(m, SketchedBlock)]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -244,8 +241,8 @@ def test_a_block_saves_its_input_and_those_of_its_norms(first: bool, tensors: in
     model = sp.sketch_(nn.Sequential(layer, layer, nn.Flatten()), Tokens(0.3, save="input"))
     x = torch.randn(N, LENGTH, 64, requires_grad=True)
     report = saved_bytes(model, lambda model, x: model(x).square().sum(), x)
-    blocks = sum(line.saved for line in report.layers) / 2
-    assert tensors <= blocks / (4 * x.numel()) < tensors + 0.3
+    saved = sum(line.saved for line in report.layers) / 2
+    assert tensors <= saved / (4 * x.numel()) < tensors + 0.3
 
 
 def test_summary_says_what_each_block_does_and_why_not_more(

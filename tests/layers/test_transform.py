@@ -218,22 +218,7 @@ def test_a_copy_made_inside_exact_is_not_exact():
         assert not same(gradients(other), gradients(build()))
 
 
-def test_a_layer_behind_a_forward_of_its_own_is_refused():
-    model = build()
-    model[0].forward = model[0].forward
-    with pytest.raises(ValueError, match="its forward was replaced on the instance"):
-        sp.sketch_(model, {"0": sp.L1(0.5)})
-    sp.sketch_(model, sp.L1(0.5), everything)
-    assert type(model[0]) is nn.Linear
-    assert type(model[2]) is sp.SketchedLinear
-    assert "replaced on the instance" in sp.summary(model).layers[0].note
-
-
-def test_complex_layers_are_left_exact_with_a_reason():
-    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 4))
-    sp.sketch_(model, sp.L1(0.5), everything)
-    assert type(model[0]) is nn.Linear
-    assert "complex" in sp.summary(model).layers[0].note
+def test_complex_products_stay_exact():
     x = torch.randn(5, 4, dtype=torch.complex64, requires_grad=True)
     weight = torch.randn(3, 4, dtype=torch.complex64, requires_grad=True)
     got = torch.autograd.grad(
@@ -354,26 +339,6 @@ def test_sketching_again_replaces_the_sketch():
     assert set(vars(model[0])) == set(vars(nn.Linear(1, 1)))
     sp.unsketch_(model)
     assert not sketched(model)
-
-
-def test_subclasses_and_other_modules_are_left_alone():
-    class Special(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    model = nn.Sequential(Special(6, 6), nn.Linear(6, 6), nn.Bilinear(6, 6, 2), nn.Linear(6, 3))
-    sp.sketch_(model, sp.L1(0.5), everything)
-    assert [type(m) for m in model] == [Special, sp.SketchedLinear, nn.Bilinear, sp.SketchedLinear]
-    attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    sp.sketch_(attention, {"linear*": sp.L1(0.5)})
-    assert set(sketched(attention)) == {"linear1", "linear2"}
-
-
-def test_nothing_changes_when_a_mapping_is_wrong():
-    net = Net()
-    with pytest.raises(ValueError, match="matches no layer"):
-        sp.sketch_(net, {"blocks.*": sp.L1(0.1), "nowhere": sp.L1(0.1)})
-    assert not sketched(net)
 
 
 # --- training, and what is shown ---
