@@ -163,19 +163,6 @@ def test_logs_hold_budget_kept_flops_and_metrics(tmp_path: Path) -> None:
     assert equal(parameters(measured), parameters(unmeasured))
 
 
-def test_log_every_asks_for_logs_and_reporters_see_them(tmp_path: Path) -> None:
-    seen: list[dict[str, float]] = []
-
-    class Reporter(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.append(dict(logs))
-
-    callback = SketchCallback(sp.L1(0.5), log_every=3)
-    trainer(bert(), tmp_path, [callback, Reporter()], logging_steps=100).train()
-    told = [logs for logs in seen if "sketch_budget" in logs]
-    assert [logs["sketch_budget"] for logs in told] == [0.5, 0.5]
-
-
 def test_the_values_reach_tensorboard(tmp_path: Path, monkeypatch) -> None:
     """``Trainer`` puts its reporters before the callbacks that it is given."""
     events = pytest.importorskip(

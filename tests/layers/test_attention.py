@@ -216,23 +216,6 @@ def test_monte_carlo_agrees_with_dropout_and_weights():
     assert report.ok, report
 
 
-def test_self_attention_has_one_product_for_q_k_and_v(monkeypatch):
-    calls = []
-    original = sp.sketched_linear
-
-    def spy(x, weight, bias, sketch, **options):
-        calls.append(tuple(weight.shape))
-        return original(x, weight, bias, sketch)
-
-    monkeypatch.setattr(attention_module, "sketched_linear", spy)
-    mine = sketched(layer(), sp.L1(0.3))
-    counts = {"self": [(3 * E, E)], "encoder": [(E, E), (2 * E, E)], "separate": [(E, E)] * 3}
-    for kind, products in counts.items():
-        calls.clear()
-        mine(*inputs(kind))
-        assert calls == [*products, (E, E)]
-
-
 def test_frozen_parts_get_no_gradient():
     module = layer()
     module.in_proj_weight.requires_grad_(False)

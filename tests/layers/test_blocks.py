@@ -349,13 +349,6 @@ def test_a_draw_of_queries_is_shared_by_the_batch_within_a_bound() -> None:
     assert (scale >= 1).all()
 
 
-def test_a_sample_has_room_for_as_many_queries_as_by_default() -> None:
-    assert Tokens(0.3).capacity == 1.25
-    assert Tokens(0.3, queries=0.3).capacity * 0.3 == pytest.approx(1.25 * 0.4)
-    assert Tokens(0.3, queries=0.2).capacity == Tokens(1.0, queries=0.3).capacity == 1.25
-    assert Tokens(0.3, queries=7).capacity == Tokens(5).capacity == 1.25
-
-
 def test_budgets_follow_the_first_unless_they_were_given() -> None:
     assert Tokens(0.3).with_budget(0.5).query_budget == pytest.approx(0.6)
     assert Tokens(0.3, queries=0.9).with_budget(0.5) == Tokens(0.5, queries=0.9)

@@ -145,29 +145,12 @@ def loss_fn(model, batch):
     return model(batch).square().mean()
 
 
-class Encoder(nn.Module):
-    """As BERT is made: attention, norms behind the residuals, GELU."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
-        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
-        self.one, self.two = nn.LayerNorm(32), nn.LayerNorm(32)
-
-    def forward(self, x):
-        q, k, v = (f(x).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = self.one(x + self.o(y))
-        return self.two(x + self.down(F.gelu(self.up(x))))
-
-
 MODELS = {
     "mlp": lambda: (
         nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 8)),
         torch.randn(200, 64),
     ),
     "vit": lambda: (ViT(dim=32, depth=2, heads=2, hidden=64), torch.randn(8, 3, 32, 32)),
-    "bert": lambda: (nn.Sequential(Encoder(), Encoder()), torch.randn(16, 20, 32)),
 }
 
 
