@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sketchprop.meters.noise.estimate import Estimate, minibatch_variance, over_draws
-from sketchprop.meters.noise.passes import squared_distance
+from sketchprop.meters.noise.gradients import squared_distance
 from sketchprop.meters.noise.variance import alignment, surprising
 
 from .problem import Problem

@@ -167,7 +167,7 @@ class TunedSteps:
         return 3 * self.costs[1.0] + sum(map(self.cost, sketched))
 
     def before(self, batch: Batch) -> float:
-        trial = self.tuner.controller.trial()
+        trial = self.tuner.controller.probe_rungs()
         probed = self.tuner(batch) is not None
         own = self.cost(self.tuner.controller.budgets)
         return own + self.probe_cost(trial) if probed else own
@@ -245,7 +245,7 @@ CONTROLS: dict[str, Callable[..., Steps]] = {TUNER: TunedSteps, PEER: PeerSteps}
 def prepared(problem: Problem, sketch: str) -> nn.Module:
     """A model to be timed: sketched, or under the peer's controller at given ratios."""
     if not sketch.startswith(f"{PEER}("):
-        return problem.prepared(sketch, "all")
+        return problem.prepared(sketch)
     rho, nu = map(float, sketch[len(PEER) + 1 : -1].split(","))
     model = problem.model()
     controller = VCASController(model, problem.loss_of)

@@ -27,7 +27,7 @@ from .layers.schedule import Ladder, set_budget_
 from .layers.summary import summary
 from .layers.transform import exact, sketch_, unsketch_
 from .layers.validate import Finding, validate
-from .meters import Monitor, advise, check_unbiased, measure, plan, trial
+from .meters import advise, check_unbiased, measure, plan, trial
 from .ops import gate, sketched_conv, sketched_linear
 from .sketches import (
     L1,
@@ -67,7 +67,6 @@ __all__ = [
     "Fresh",
     "GradientSVD",
     "Ladder",
-    "Monitor",
     "Planner",
     "RankConstrained",
     "RowSketch",

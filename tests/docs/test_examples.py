@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sketchprop.data import DataError, cifar10
+from experiments.data import DataError, cifar10
 
 FOLDER = Path(__file__).parents[2] / "examples"
 TABLE = re.compile(r"^(exact|\w+\(0\.5\)) +(\d+\.\d+) +([01]\.\d+) +(\d+\.\d+)", re.MULTILINE)

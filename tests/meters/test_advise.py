@@ -17,7 +17,7 @@ from measure_helpers import Branched, loss_fn, make_batches, mlp
 from sketchprop.core import stopwatch
 from sketchprop.meters import Advice, Candidate, Option
 from sketchprop.meters.advising import meter
-from sketchprop.meters.advising.answer import OUT_OF_TIME
+from sketchprop.meters.advising.advice import OUT_OF_TIME
 from sketchprop.meters.advising.candidates import rows_seen
 from sketchprop.meters.advising.meter import _Draw, _times_of
 from sketchprop.zoo import ViT
@@ -105,7 +105,7 @@ def test_the_optimizer_is_timed_on_a_copy_and_counts_in_each_step(monkeypatch):
             now[0] += 3.0 if all(p.grad is not None for p in self.param_groups[0]["params"]) else 9
             return super().step(closure)
 
-    monkeypatch.setattr(meter, "clock_of", lambda device: lambda: now[0])
+    monkeypatch.setattr(stopwatch, "clock_of", lambda device: lambda: now[0])
     model = mlp()
     optimizer = Slow(model.parameters(), 0.1)
     optimizer.register_step_post_hook(lambda *_: hooks.append(1))
@@ -121,10 +121,10 @@ def test_the_optimizer_is_timed_on_a_copy_and_counts_in_each_step(monkeypatch):
     # An optimizer that takes a thousand times as long as all else leaves nothing to be saved.
     monkeypatch.undo()
     monkeypatch.setattr(meter, "optimizer_seconds", lambda optimizer: 1e3)
-    answer = sp.advise(mlp(), loss_fn, make_batches(3), minutes=0.05)
+    answer = sp.advise(mlp(), loss_fn, make_batches(3), minutes=0.3)
     times = [o.time for o in (*answer.options, answer.control) if o.time is not None]
     assert times == pytest.approx([1.0] * len(times), abs=1e-3)
-    assert sp.advise(mlp(), loss_fn, make_batches(3), minutes=0.05, control=False).control is None
+    assert sp.advise(mlp(), loss_fn, make_batches(3), minutes=0.3, control=False).control is None
 
 
 def test_a_control_that_is_ahead_by_chance_alone_does_not_decide():
@@ -174,7 +174,7 @@ def test_where_other_programs_have_the_cores_one_thread_is_timed_and_it_says_so(
 
     torch.set_num_threads(2)
     try:
-        answer = sp.advise(mlp(), watched, make_batches(3), minutes=0.05)
+        answer = sp.advise(mlp(), watched, make_batches(3), minutes=0.3)
         assert seen == {1 if busy else 2}
         assert torch.get_num_threads() == 2
         assert any("other programs have the cores" in text for text in answer.warnings) == busy
@@ -230,7 +230,7 @@ def test_the_noise_agrees_with_that_of_measure():
 def test_batch_norm_in_training_mode_is_warned_of_and_rows_are_not_tried():
     torch.manual_seed(2)
     model = Branched(dropout=0.0)
-    answer = sp.advise(model, loss_fn, make_batches(3), minutes=0.1)
+    answer = sp.advise(model, loss_fn, make_batches(3), minutes=0.3)
     assert [option.name for option in answer.options] == ["L1(0.3)"]
     assert "BatchNorm1d in training mode" in answer.headline()
     assert "Such sketches were not tried" in answer.headline()
@@ -292,7 +292,7 @@ def test_a_label_for_each_token_is_warned_of():
 def test_an_optimizer_without_a_state_is_warned_of():
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters())
-    answer = sp.advise(model, loss_fn, make_batches(3), optimizer=optimizer, minutes=0.1)
+    answer = sp.advise(model, loss_fn, make_batches(3), optimizer=optimizer, minutes=0.3)
     assert any("not made a step yet" in text for text in answer.warnings)
 
 
@@ -326,10 +326,10 @@ def test_everything_is_as_before_also_after_an_error_or_a_stop(fails):
         return loss_fn(model, batch)
 
     if fails is None:
-        sp.advise(model, watched, batches, optimizer=optimizer, minutes=0.1)
+        sp.advise(model, watched, batches, optimizer=optimizer, minutes=0.3)
     else:
         with pytest.raises(fails):
-            sp.advise(model, watched, batches, optimizer=optimizer, minutes=0.1)
+            sp.advise(model, watched, batches, optimizer=optimizer, minutes=0.3)
     after = state_of(model, optimizer)
     assert len(calls) >= 12
     assert before[2:5] == after[2:5]
@@ -370,14 +370,14 @@ def test_an_endless_loader_is_not_drained():
             taken.append(make_batches(1)[0])
             yield taken[-1]
 
-    assert sp.advise(mlp(), loss_fn, endless(), minutes=0.1).batches == len(taken) == 8
+    assert sp.advise(mlp(), loss_fn, endless(), minutes=0.3).batches == len(taken) == 8
 
 
 def test_a_trial_follows_where_it_is_asked_for():
     torch.manual_seed(6)
     model, batches = mlp(), make_batches(40)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    answer = sp.advise(model, loss_fn, batches, optimizer=optimizer, minutes=0.05, trial=0.05)
+    answer = sp.advise(model, loss_fn, batches, optimizer=optimizer, minutes=0.3, trial=0.05)
     names = [way.name for way in answer.trial.ways]
     assert names == ["exact", names[1], "half of the batch"]
     assert names[1] in [option.name for option in answer.options]

@@ -20,7 +20,7 @@ METERS = {
     "another sketch": lambda m, f, b: sp.measure(m, f, b, sp.L2(0.3), draws=2, rounds=1),
     "plan": lambda m, f, b: sp.plan(m, f, b[0], rounds=1),
     "check": lambda m, f, b: sp.check_unbiased(m, f, b[0], draws=3),
-    "monitor": lambda m, f, b: list(map(sp.Monitor(m, f, every=2), b)),
+    "tuner": lambda m, f, b: list(map(sp.Tuner(m, f, share=1.0, frozen=True), b)),
     "variance": lambda m, f, b: measure_variance(m, f, b, draws=2),
     "flops": lambda m, f, b: measure_flops(m, f, b[0]),
     "bytes": lambda m, f, b: saved_bytes(m, f, b[0]),
@@ -124,20 +124,22 @@ def test_a_plain_layer_keeps_nothing_of_a_sketch_that_was_tried():
     assert type(model[0]) is nn.Linear
 
 
-def test_monitoring_does_not_change_what_training_remembers():
+def test_watching_does_not_change_what_training_remembers():
     torch.manual_seed(3)
     alone = sp.sketch_(mlp(), sp.L1(0.5), planner=sp.Every(4))
     watched = copy.deepcopy(alone)
     batches = make_batches(12)
-    for model, monitor in ((alone, None), (watched, sp.Monitor(watched, loss_fn, every=3))):
+    watching = sp.Tuner(watched, loss_fn, share=1.0, frozen=True)
+    for model, tuner in ((alone, None), (watched, watching)):
         torch.manual_seed(4)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for batch in batches:
-            if monitor is not None:
-                monitor(batch)
+            if tuner is not None:
+                tuner(batch)
             optimizer.zero_grad()
             loss_fn(model, batch).backward()
             optimizer.step()
+    assert watching.log
     for a, b in zip(alone.parameters(), watched.parameters(), strict=True):
         assert torch.equal(a, b)
 

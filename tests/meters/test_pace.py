@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import sketchprop as sp
-from sketchprop.meters.noise.metric import Pace, adaptive, noise_of
+from sketchprop.meters.noise.pace import Pace, adaptive, noise_by_parameter
 
 SIZES, SQUARES, SIGNAL = (8, 2, 5), (4.0, 1.0, 0.5), (0.5, 0.4, 0.01)
 NOISE = (6.0, 0.0, 0.7)
 
 
 def best_gain(noise):
-    """The most that one step gains over all rates, by the model of ``metric.py``: a line of signal
+    """The most that one step gains over all rates, by the model of ``pace.py``: a line of signal
     less a parabola of curvature H = s times the mean square of the step."""
     line = parabola = 0.0
     for size, square, signal, added in zip(SIZES, SQUARES, SIGNAL, noise, strict=True):
@@ -60,8 +60,8 @@ def test_with_adam_noise_where_there_is_no_gradient_does_not_count():
 
 def test_what_rounding_leaves_is_no_noise():
     g = [torch.randn(4, 3), torch.randn(5)]
-    assert noise_of([x * (1 + 1e-7) for x in g], g) == [0.0, 0.0]
-    assert noise_of([g[0] + 1, g[1]], g) == pytest.approx([12.0, 0.0])
+    assert noise_by_parameter([x * (1 + 1e-7) for x in g], g) == [0.0, 0.0]
+    assert noise_by_parameter([g[0] + 1, g[1]], g) == pytest.approx([12.0, 0.0])
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])

@@ -22,7 +22,7 @@ import sketchprop as sp
 from sketchprop.zoo import ViT
 
 SAVE_EVERY = 97
-MONITOR_EVERY = 61
+WATCH_EVERY = 61
 METER_EVERY = 1009
 
 
@@ -67,7 +67,7 @@ class Run:
         self.losses = torch.from_file(
             str(folder / "losses"), shared=True, size=steps, dtype=torch.float32
         )
-        self.monitor = sp.Monitor(self.model, loss_fn, every=MONITOR_EVERY)
+        self.tuner = sp.Tuner(self.model, loss_fn, share=4 / WATCH_EVERY, frozen=True)
         self.memory: dict[int, int] = {}
 
     @property
@@ -98,7 +98,7 @@ class Run:
         """Meters and checkpoints before a step."""
         if self.step % SAVE_EVERY == 0:
             self.save()
-        self.monitor(batch)
+        self.tuner(batch)
         if self.step % METER_EVERY == METER_EVERY - 1:
             sp.measure(self.model, loss_fn, [batch, batch_at(0)], draws=2, rounds=0)
             sp.check_unbiased(self.model, loss_fn, batch, draws=2)

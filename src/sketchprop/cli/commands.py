@@ -110,10 +110,9 @@ def run_measure(options: Namespace) -> int:
     """how much variance does it add, where, and is that worth the time it saves?
 
     Measures σ², the variance of the minibatch gradient, and V, what the sketches add to it: in
-    total, by the layer that injected it, and at each node as the sum of its local and its
-    propagated term (Prop. 2.2). SGD needs ∝ ‖g‖² + σ² + V steps, g the mean gradient, so with ρ
-    the cost of a step a sketch pays if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²). The answer is given
-    by measured time and by FLOPs.
+    total and by the layer that injected it. SGD needs ∝ ‖g‖² + σ² + V steps, g the mean gradient,
+    so with ρ the cost of a step a sketch pays if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²). The answer
+    is given by measured time and by FLOPs.
 
     examples:
       sketchprop measure --model vit --sketch 'Tokens(0.3)'

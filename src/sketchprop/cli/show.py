@@ -8,7 +8,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ..meters.measure import plain_data
+from ..meters.words import plain_data
 
 
 def say(text: str = "") -> None:

@@ -8,9 +8,10 @@ import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from time import perf_counter, process_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -69,17 +70,23 @@ def _one_round(
 
 
 def _seconds_of(work: Work, ready: list[Any], i: int, device: torch.device) -> float:
-    """One run, with the device's queue empty before and after."""
     given, ready[i] = ready[i], None  # a graph is freed as soon as its backward has run
-    clock = clock_of(device)
+    return timed(partial(work.run, given) if isinstance(work, Prepared) else work, device)[0]
+
+
+Result = TypeVar("Result")
+
+
+def timed(
+    run: Callable[[], Result], device: torch.device, clock: Callable[[], float] | None = None
+) -> tuple[float, Result]:
+    """Seconds and the result of one run, with the device's queue empty before and after."""
+    clock = clock or clock_of(device)
     synchronise(device)
     start = clock()
-    if isinstance(work, Prepared):
-        work.run(given)
-    else:
-        work()
+    result = run()
     synchronise(device)
-    return clock() - start
+    return clock() - start, result
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

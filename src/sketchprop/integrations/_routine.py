@@ -14,7 +14,7 @@ from ..layers.choose import Filter
 from ..layers.schedule import Schedule, set_budget_
 from ..layers.share import kept_flops
 from ..layers.transform import sketch_, unsketch_
-from ..meters.noise.passes import Loss
+from ..meters.noise.gradients import Loss
 from ..meters.noise.variance import measure_variance
 from ..sketches import AnySketch, Planner
 from ..tuning import Tuner
@@ -135,7 +135,7 @@ class SketchOptions:
         found: dict[str, float] = {}
         if self.tuner is not None and self.tuner.log:
             last = self.tuner.log[-1]
-            found = {f"sketch_{k}": last[k] for k in ("change", "relative") if k in last}
+            found = {f"sketch_{k}": last[k] for k in ("change", "noise") if k in last}
         return {**self.routine.values(model), **found}
 
 
@@ -149,7 +149,7 @@ def added_variance(loss_fn: Loss, batches: Sequence[Any], draws: int = 4) -> Met
     batches = list(batches)
 
     def metrics(model: nn.Module) -> dict[str, float]:
-        report = measure_variance(model, loss_fn, batches, draws=draws, split=False, nodes=False)
+        report = measure_variance(model, loss_fn, batches, draws=draws, split=False)
         return {
             "sketch_added_variance": report.added.value,
             "sketch_relative_variance": report.relative.value,

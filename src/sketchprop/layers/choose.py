@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from ..sketches import AnySketch, Planner, Sketch, Split, Tokens
+from ..sketches import AnySketch, Planner, Split, Tokens
+from .blocks import SketchedBlock
 from .known import BUILT_IN, block_class, sketched_class
 from .select import (
     Layers,
@@ -44,6 +45,10 @@ class Choice:
     """Those that the filter picked and the sketch cannot take: why."""
     problems: tuple[tuple[str, str], ...]
     """What was asked for and cannot be done: a layer's name or pattern, and why."""
+    blocks: frozenset[str] = frozenset()
+    """Those taken that are blocks, on kept tokens; all others are layers."""
+    stray: Tokens | None = None
+    """Asked for, where there is no block for it: layers get rows instead."""
 
 
 def choose(
@@ -57,26 +62,42 @@ def choose(
     refused: dict[str, str] = {}
     problems: list[tuple[str, str]] = []
     picks = rule.bind(layers)
-    taken: dict[str, AnySketch | None] = {}
+    asked: dict[str, AnySketch | None] = {}
     if isinstance(sketch, Mapping):
         matched, refused, problems = _match(layers, sketch, planner)
-        taken = {name: s for name, s in matched.items() if picks(layers[name], name)}
-    elif isinstance(sketch, Sketch | Split | Tokens):
+        asked = {name: s for name, s in matched.items() if picks(layers[name], name)}
+    elif isinstance(sketch, AnySketch):
         for name, layer in layers.items():
             if picks(layer, name):
                 reason = refusal(layer, sketch, planner)
                 if reason:
                     refused[name] = reason
                 else:
-                    taken[name] = sketch
+                    asked[name] = sketch
     else:
         raise TypeError(
             f"sketch={sketch!r} is a {type(sketch).__name__}; give a sketch, for example "
             "Tokens(0.3), or a mapping from name patterns to sketches"
         )
-    if not taken and not problems:
+    if not asked and not problems:
         problems.append(("", _nothing_taken(model, layers, sketch, filter_fn, refused)))
-    return Choice(layers, _without_parts(layers, taken), refused, tuple(problems))
+    return _dispatched(Choice(layers, asked, refused, tuple(problems)))
+
+
+def _dispatched(choice: Choice) -> Choice:
+    """``Tokens`` goes to blocks, whole; to a layer that is in none of them go its rows."""
+    asked = {name: s for name, s in choice.taken.items() if isinstance(s, Tokens)}
+    layers = choice.layers
+    blocks = frozenset(name for name in asked if block_class(type(layers[name])) is not None)
+    inner = {m for name in blocks for m in layers[name].modules()}
+    taken = dict(choice.taken)
+    for name, tokens in asked.items():
+        if name not in blocks:
+            taken[name] = tokens.rest
+            if layers[name] in inner:
+                del taken[name]
+    stray = None if blocks else next(iter(asked.values()), None)
+    return replace(choice, taken=taken, blocks=blocks, stray=stray)
 
 
 def units(
@@ -105,26 +126,6 @@ def _in_order(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Mod
     return {name: module for name, module in model.named_modules() if name in units}
 
 
-def _without_parts(
-    layers: Layers, taken: Mapping[str, AnySketch | None]
-) -> dict[str, AnySketch | None]:
-    """``taken`` without layers of blocks that ``Tokens`` takes whole."""
-    whole = [layers[name] for name, s in taken.items() if isinstance(s, Tokens)]
-    inner = {m for block in whole for m in block.modules() if m is not block}
-    return {
-        name: s
-        for name, s in taken.items()
-        if not (isinstance(s, Tokens) and layers[name] in inner)
-    }
-
-
-def of_layer(layer: nn.Module, sketch: AnySketch) -> AnySketch:
-    """What a layer is sketched by: of ``Tokens`` a block takes all, a single layer the rows."""
-    if isinstance(sketch, Tokens) and block_class(type(layer)) is None:
-        return sketch.rest
-    return sketch
-
-
 def known_class(kind: type[nn.Module]) -> type[SketchedModule] | None:
     """What a layer's or a block's class becomes; ``None`` if it is not known."""
     return sketched_class(kind) or block_class(kind)
@@ -144,14 +145,22 @@ def refusal(layer: nn.Module, sketch: AnySketch, planner: Planner | None = None)
         reason = _other_numbers(parameter)
         if reason:
             return reason
+    if issubclass(sketched, SketchedBlock):
+        return _block_refusal(sketch, planner)
+    own = sketch.rest if isinstance(sketch, Tokens) else sketch
     if planner is not None:
-        if isinstance(sketch, Tokens):
-            return f"{sketch!r} draws anew in each step; leave out planner={planner!r}"
-        sides = sketch.sides if isinstance(sketch, Split) else [sketch]
+        sides = own.sides if isinstance(own, Split) else [own]
         reasons = [planner.refusal(side) for side in sides]
         if all(reasons):
             return reasons[0]
-    return sketched.left_exact(layer, of_layer(layer, sketch))
+    return sketched.left_exact(layer, own)
+
+
+def _block_refusal(sketch: AnySketch, planner: Planner | None) -> str:
+    if not isinstance(sketch, Tokens):
+        return f"{sketch!r} is for single layers, and this is a block; name its layers"
+    again = f"{sketch!r} draws anew in each step; leave out planner={planner!r}"
+    return "" if planner is None else again
 
 
 def _other_numbers(parameter: Tensor) -> str:
@@ -174,7 +183,7 @@ def _match(
 ) -> tuple[dict[str, AnySketch | None], dict[str, str], list[tuple[str, str]]]:
     """A sketch for each layer; what a wildcard happens to catch and cannot take stays out."""
     for pattern, s in patterns.items():
-        if s is not None and not isinstance(s, Sketch | Split | Tokens):
+        if s is not None and not isinstance(s, AnySketch):
             raise TypeError(
                 f"{pattern!r}: {s!r} is not a sketch; give for example Rows(0.3), or None"
             )

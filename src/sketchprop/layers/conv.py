@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..ops import sketched_conv
 from ..ops.conv import fits_kernels, only_columns, only_linear
-from ..sketches import AnySketch, Split
+from ..sketches import LayerSketch, Split
 from .sketched import SketchedModule
 
 
@@ -35,7 +35,7 @@ class _SketchedConv(SketchedModule):
         )
 
     @classmethod
-    def left_exact(cls, layer: nn.Module, sketch: AnySketch) -> str:
+    def left_exact(cls, layer: nn.Module, sketch: LayerSketch) -> str:
         assert isinstance(layer, nn.Conv1d | nn.Conv2d)
         if layer.groups > 1:
             return f"groups={layer.groups}: only convolutions without groups are sketched"

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from ..core.cost import Cost, Size
 from ..ops import sketched_linear
-from ..sketches import AnySketch, Planner
+from ..sketches import LayerSketch, Planner
 
 
 @dataclass(eq=False)
 class Sketching:
     """The state of one sketched layer: all that ``sketch_`` adds and ``unsketch_`` takes away."""
 
-    sketch: AnySketch
+    sketch: Any
+    """A sketch; in a block ``Tokens``."""
     planner: Planner | None = None
     """Makes the atoms; ``None``: new ones in each step."""
     exact: bool = False
@@ -43,7 +44,8 @@ class Sketching:
         if self.sketch.keeps_all(size.B, size.n, size.d):
             return Cost(size.exact_flops)
         if self.planner is None:
-            return self.sketch.cost(size)
+            cost: Cost = self.sketch.cost(size)
+            return cost
         return self.planner.cost(self.sketch, size)
 
     def forget(self) -> None:
@@ -73,7 +75,7 @@ class SketchedModule:
     training: bool
 
     @property
-    def sketch(self) -> AnySketch:
+    def sketch(self) -> Any:
         """What the layer's backward is sketched by."""
         return self.sketching.sketch
 
@@ -87,7 +89,7 @@ class SketchedModule:
         return f"{own}, sketch={self.sketch!r}" if own else f"sketch={self.sketch!r}"
 
     @classmethod
-    def left_exact(cls, layer: nn.Module, sketch: AnySketch) -> str:
+    def left_exact(cls, layer: nn.Module, sketch: LayerSketch) -> str:
         """Why ``sketch`` cannot take this very layer; empty if it can."""
         return ""
 

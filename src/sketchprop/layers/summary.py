@@ -80,7 +80,7 @@ def summary(model: nn.Module, rows: int = 128) -> Summary:
     states = [m.sketching for m in model.modules() if isinstance(m, SketchedModule)]
     parts: dict[nn.Module, str] = {}
     inner: dict[nn.Module, LayerSummary] = {}
-    tokens = any(isinstance(state.sketch, Tokens) for state in states)
+    tokens = any(isinstance(m, SketchedBlock) for m in model.modules())
     for name, module in model.named_modules():
         if isinstance(module, SketchedBlock):
             layers.append(_block(name, module, rows))
@@ -118,11 +118,7 @@ def _block(name: str, module: SketchedBlock, rows: int) -> LayerSummary:
     sizes = module.sizes(module, rows)
     exact = sum(size.exact_flops for size in sizes)
     share = sum(state.cost(size).total for size in sizes) / max(1.0, exact)
-    shown = repr(tokens)
-    if isinstance(tokens, Tokens):
-        shown = (
-            f"rows {tokens.budget:g}, queries {tokens.query_budget:g}, keys {tokens.key_budget:g}"
-        )
+    shown = f"rows {tokens.budget:g}, queries {tokens.query_budget:g}, keys {tokens.key_budget:g}"
     notes = [note for note in (shown, module.left, state.note, state.tuned) if note]
     kept = tokens.kept(rows, 1, 1)
     kind = type(module).__name__
@@ -138,7 +134,11 @@ def _parts_of(name: str, block: SketchedBlock, rows: int) -> dict[nn.Module, Lay
         sizes = block.sizes_of(module, role, rows)
         exact = sum(size.exact_flops for size in sizes)
         share = sum(state.cost(size).total for size in sizes) / max(1.0, exact)
-        rows_kept = [_kept_of(state.sketch, size) * size.exact_flops for size in sizes]
+        rows_kept = [
+            (1.0 if role == "exact" else state.sketch.of(size.part).kept(*size[:3]))
+            * size.exact_flops
+            for size in sizes
+        ]
         own = f"{name}.{inside}" if name else inside
         shape = sizes[0][1:3]
         sketch = None if role == "exact" else state.sketch
@@ -148,12 +148,6 @@ def _parts_of(name: str, block: SketchedBlock, rows: int) -> dict[nn.Module, Lay
             own, kind, shape, sketch, sum(rows_kept) / max(1.0, exact), share, note
         )
     return lines
-
-
-def _kept_of(sketch: AnySketch, size: Size) -> float:
-    if not isinstance(sketch, Tokens) or size.part == "exact":
-        return 1.0
-    return sketch.of(size.part).kept(*size[:3])
 
 
 def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: int) -> LayerSummary:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..sketches import AnySketch, Planner
 from .blocks import SketchedBlock
-from .choose import HOOKED, Filter, choose, known_class, of_layer
+from .choose import HOOKED, Filter, choose, known_class
 from .select import Layers
 from .share import kept_flops
 from .sketched import SketchedModule, Sketching
@@ -78,7 +78,7 @@ def sketch_(
             continue
         _restore_around(model, layer)
         own = None if planner is None else planner.anew()
-        _turn(layer, Sketching(of_layer(layer, s), own))
+        _turn(layer, Sketching(s, own))
     if _log.isEnabledFor(logging.INFO):
         _log.info("%s", _taken(model, layers, choice.taken))
     return model

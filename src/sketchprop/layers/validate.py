@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..core.checks import TENSOR_PARALLEL
-from ..sketches import AnySketch, Planner, Rows, RowSketch, Split, Tokens
+from ..sketches import AnySketch, Planner, Rows, RowSketch, Split
 from .blocks import SketchedBlock
-from .choose import Choice, Filter, choose, known_class, of_layer
+from .choose import Choice, Filter, choose, known_class
 from .known import block_class
 from .select import blocks_of
 
@@ -114,12 +114,7 @@ def _tensor_parallel(model: nn.Module, choice: Choice) -> Iterator[Finding]:
 
 
 def _keeps_everything(sketch: AnySketch) -> bool:
-    budgets = (
-        (sketch.budget, sketch.query_budget, sketch.key_budget)
-        if isinstance(sketch, Tokens)
-        else (sketch.budget,)
-    )
-    return all(isinstance(budget, float) and budget == 1 for budget in budgets)
+    return sketch.keeps_all(sys.maxsize, sys.maxsize, sys.maxsize)
 
 
 def _made_whole_in_forward(model: nn.Module) -> set[Tensor]:
@@ -133,7 +128,7 @@ def _made_whole_in_forward(model: nn.Module) -> set[Tensor]:
 
 def _sharded_blocks(model: nn.Module, choice: Choice) -> Iterator[Finding]:
     """``fully_shard`` gives a block another class, which kept tokens do not know."""
-    if not any(isinstance(sketch, Tokens) for _, sketch in _taken(choice).values()):
+    if not choice.blocks and choice.stray is None:
         return
     for name, module in model.named_modules():
         kind = type(module)
@@ -148,8 +143,7 @@ def _sharded_blocks(model: nn.Module, choice: Choice) -> Iterator[Finding]:
 
 
 def _mixed_samples(model: nn.Module, choice: Choice) -> Iterator[Finding]:
-    given = [of_layer(layer, s) for layer, s in _taken(choice).values()]
-    sketches = [s for s in given if drops_rows(s)]
+    sketches = [s for _, s in _taken(choice).values() if drops_rows(s)]
     mixing = mixing_samples(model)
     if not sketches or not mixing:
         return
@@ -216,11 +210,10 @@ def _shared(model: nn.Module, choice: Choice) -> Iterator[Finding]:
 
 
 def _single_block(model: nn.Module, choice: Choice) -> Iterator[Finding]:
-    blocks = [name for name, (_, s) in _taken(choice).items() if isinstance(s, Tokens)]
-    if len(blocks) == 1 and blocks[0] in blocks_of(model):
+    if len(choice.blocks) == 1 and choice.blocks <= set(blocks_of(model)):
         yield Finding(
             "waste",
-            blocks[0],
+            next(iter(choice.blocks)),
             "the only block that is taken: where each token has a label of its own, dropping a "
             "token is dropping its label, and nothing below gains from it",
             "ask advise(model, loss_fn, batches)",
@@ -229,19 +222,14 @@ def _single_block(model: nn.Module, choice: Choice) -> Iterator[Finding]:
 
 def _no_block(choice: Choice) -> Iterator[Finding]:
     """Kept tokens that found no block of theirs."""
-    given = [(s, of_layer(layer, s)) for layer, s in _taken(choice).values()]
-    if any(isinstance(own, Tokens) for _, own in given):
-        return
-    for asked, own in given:
-        if isinstance(asked, Tokens):
-            yield Finding(
-                "waste",
-                "",
-                f"no transformer block that {asked!r} knows: {own!r} in single layers instead, "
-                "which saves less and adds more noise",
-                "ask advise(model, loss_fn, batches), or say what a block is made of, @sketchable",
-            )
-            return
+    if choice.stray is not None:
+        yield Finding(
+            "waste",
+            "",
+            f"no transformer block that {choice.stray!r} knows: {choice.stray.rest!r} in single "
+            "layers instead, which saves less and adds more noise",
+            "ask advise(model, loss_fn, batches), or say what a block is made of, @sketchable",
+        )
 
 
 def _tiny(choice: Choice, rows: int) -> Iterator[Finding]:

@@ -5,7 +5,6 @@ from .cost.flops import FlopsReport, measure_flops
 from .cost.memory import MemoryReport, saved_bytes
 from .cost.timing import Times, step_times
 from .measure import MeasureReport, measure
-from .monitor import Monitor
 from .noise.estimate import Estimate
 from .noise.variance import VarianceReport, measure_variance
 from .plan import PlanReport, plan
@@ -20,7 +19,6 @@ __all__ = [
     "MeasureReport",
     "MemoryReport",
     "Moment",
-    "Monitor",
     "Option",
     "PlanReport",
     "Times",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from time import monotonic
 from typing import Any
 
@@ -13,21 +13,19 @@ from torch import nn
 from ..core.table import LAYER, Column, Table, as_text, words
 from ..layers.transform import exact
 from ..sketches import AnySketch, Planner
-from .cost.flops import FlopsReport, flops_of
-from .cost.memory import MemoryReport, bytes_of
-from .cost.timing import Times, seconds_of_a_pass, times_of
+from .cost.flops import FlopsReport, measure_flops
+from .cost.memory import MemoryReport, saved_bytes
+from .cost.timing import Times, seconds_of_a_pass, step_times
 from .noise.estimate import Estimate
-from .noise.nodes import NodeVariance
-from .noise.passes import Gradients, Loss
-from .noise.variance import Progress, VarianceReport, variance_of
-from .restore import check_model, restored
+from .noise.gradients import Loss
+from .noise.pace import DROWNED
+from .noise.variance import Progress, VarianceReport, measure_variance
+from .restore import check_minutes, check_model, restored
 from .verdict import Verdict, criterion
-from .words import amount, change_in_words, ratio, with_error
+from .words import amount, change_in_words, plain_data, ratio, with_error
 
 LEAST_BESIDE = 9
 """Passes of ``measure`` beside a draw for each batch: FLOPs, bytes, two rounds of times."""
-DROWNED = 100
-"""From so many times the steps on, the noise is said to drown the gradient."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,6 @@ class MeasureReport:
     def relative(self) -> Estimate:
         """V/σ²."""
         return self.variance.relative
-
-    @property
-    def nodes(self) -> tuple[NodeVariance, ...]:
-        """Prop. 2.2 at each tensor that feeds sketched layers."""
-        return self.variance.nodes
 
     @property
     def verdict(self) -> Verdict:
@@ -106,7 +99,7 @@ class MeasureReport:
             return "open", f"{tendency}, as far as two batches can tell."
         if verdict.pays:
             return "yes", "Yes: it pays."
-        drowned = ", the noise drowns the gradient" if verdict.steps >= DROWNED else ""
+        drowned = ", the noise drowns the gradient" if verdict.steps > 1 + DROWNED else ""
         return "no", f"No: it does not pay{drowned}."
 
     def explanation(self) -> list[str]:
@@ -150,8 +143,6 @@ class MeasureReport:
             self.figures(),
             self.verdicts(),
             self.noise_by_layer(),
-            self.noise_by_node(),
-            self.work_by_layer(),
             self.memory_by_layer(),
         ]
 
@@ -226,36 +217,6 @@ class MeasureReport:
         title = "Where the noise is made: V by the layer that injected it"
         return Table(title, columns, rows, note)
 
-    def noise_by_node(self) -> Table:
-        """Prop. 2.2 at each tensor that feeds sketched layers."""
-        numbers = (Column(title) for title in ("variance", "local", "propagated", "remainder"))
-        rows = [
-            (node.node, s.total, s.local, s.propagated, s.remainder)
-            for node in self.nodes
-            for s in (node.samples,)
-        ]
-        note = (
-            "At each tensor that feeds sketched layers: variance made there, and variance that "
-            "arrived from the layers above. Where nearly all has arrived, sketching less above "
-            "helps more than sketching less here."
-        )
-        title = "How it travels: variance = local + propagated (Prop. 2.2)"
-        return Table(title, (words("node"), *numbers), rows, note)
-
-    def work_by_layer(self) -> Table:
-        """Backward FLOPs of each sketched layer."""
-        millions = (Column(title, ".4g", scale=1e-6) for title in ("exact M", "sketched M"))
-        rows = [
-            (line.layer, line.exact, line.sketched, line.sketched / max(1, line.exact))
-            for line in self.flops.layers
-        ]
-        note = (
-            f"The backward pass of the whole model takes {self.flops.kept:.3f} of the exact FLOPs, "
-            f"{amount(self.flops.overhead, 'FLOP')} of them not in products; a step with its "
-            f"forward pass {self.flops.step_ratio:.3f}."
-        )
-        return Table("Work: FLOPs", (LAYER, *millions, Column("ratio", ".3f")), rows, note)
-
     def memory_by_layer(self) -> Table:
         """Bytes saved for backward by each layer that is or could be sketched."""
         before = {line.layer: line.saved for line in self.exact_memory.layers}
@@ -286,7 +247,6 @@ def measure(
     planner: Planner | None = None,
     draws: int | None = None,
     split: bool = True,
-    nodes: bool = True,
     rounds: int = 7,
     times: Times | tuple[float, float] | None = None,
     overhead: float = 0.0,
@@ -301,9 +261,8 @@ def measure(
     ``sketch_`` would apply it and taken off again; ``None`` measures those that the model has.
 
     σ² = E‖g - ∇F‖² over batches, V = E‖ĝ - g‖² over draws, split by the layer that injected it
-    (``split``; see ``sketchprop.meters.noise.variance``) and at each node by Prop. 2.2
-    (``nodes``). Sketching pays if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), g the
-    mean gradient: the verdict, by time and by FLOPs.
+    (``split``; see ``sketchprop.meters.noise.variance``). Sketching pays if
+    ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), g the mean gradient: the verdict, by time and by FLOPs.
     ``draws`` for each batch; ``None`` lets a pilot choose. ``rounds`` of exact and sketched steps
     are timed in turns (0: none); ``times=(exact, sketched)`` are seconds measured elsewhere;
     ``overhead``: seconds of a step that are not in ``loss_fn`` and backward (optimizer, data).
@@ -318,8 +277,8 @@ def measure(
         print(report)
     """
     batches = list(batches)
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"minutes={minutes} is no time; give for example minutes=2")
+    if minutes is not None:
+        check_minutes(minutes, 2)
     if isinstance(times, tuple):
         times = Times.given(*times)
     end = math.inf if minutes is None else monotonic() + 60 * minutes
@@ -327,25 +286,25 @@ def measure(
         if minutes is not None:
             _check_time(model, loss_fn, batches, minutes)
             buffers.restore()
-        variance = variance_of(
-            Gradients(model, loss_fn, buffers, seed),
+        variance = measure_variance(
+            model,
+            loss_fn,
             batches,
             draws=draws,
             split=split,
-            nodes=nodes,
+            seed=seed,
             # The rest of the time is for FLOPs, bytes and times.
             seconds=0.8 * (end - monotonic()),
             progress=progress,
         )
-        buffers.restore()
-        flops = flops_of(model, loss_fn, batches[0])
+        flops = measure_flops(model, loss_fn, batches[0])
         with exact(model):
-            exact_memory = bytes_of(model, loss_fn, batches[0])
-        sketched_memory = bytes_of(model, loss_fn, batches[0])
+            exact_memory = saved_bytes(model, loss_fn, batches[0])
+        sketched_memory = saved_bytes(model, loss_fn, batches[0])
         if times is None and rounds:
             least = rounds if minutes is None else min(rounds, 2)
-            left = max(0.0, end - monotonic())
-            times = times_of(model, loss_fn, batches[0], (least, rounds), left)
+            remaining = max(0.0, end - monotonic())
+            times = step_times(model, loss_fn, batches[0], (least, rounds), remaining)
     if times is not None:
         times = times.with_overhead(overhead)
     relative, signal = variance.relative, variance.relative_signal
@@ -374,18 +333,3 @@ def _check_time(model: nn.Module, loss_fn: Loss, batches: Sequence[Any], minutes
             f"minutes={minutes:g} is too short: one pass takes {a_pass:.2g} s; give at least "
             f"minutes={needed / 30:.2g}, or fewer batches"
         )
-
-
-def plain_data(value: Any) -> Any:
-    """Reports as dicts, lists and numbers that JSON knows; what is not finite becomes None."""
-    if hasattr(value, "as_dict"):
-        return plain_data(value.as_dict())
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain_data(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain_data(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_data(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

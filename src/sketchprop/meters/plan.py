@@ -18,8 +18,8 @@ from ..layers.transform import exact, sketch_
 from ..sketches import AnySketch, Tokens
 from .cost.shapes import Use, recorded_uses
 from .cost.timing import Times, compare
-from .noise.passes import Loss, scalar_loss
-from .restore import check_real, restored
+from .noise.gradients import Loss, scalar_loss
+from .restore import check_real, check_sketchable, restored
 
 NOT_TAKEN = "sketch_ does not take it, unless filter_fn says so"
 WORTH = 0.9
@@ -145,12 +145,9 @@ def plan(
     loss_fn = loss_fn or _mean_square
     choice = choose(model, sketch, filter_fn)
     layers = {layer: name for name, layer in choice.layers.items()}
-    left = {name: choice.refused.get(name, NOT_TAKEN) for name in choice.layers}
-    left |= dict.fromkeys(choice.taken, "")
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no layer that can be sketched; see sketchprop.summary"
-        )
+    reasons = {name: choice.refused.get(name, NOT_TAKEN) for name in choice.layers}
+    reasons |= dict.fromkeys(choice.taken, "")
+    check_sketchable(model)
     check_real(model)
     with restored(model), exact(model):
         with recorded_uses(layers) as recorded:
@@ -161,9 +158,9 @@ def plan(
         uses = [use for use in uses if use.exact_flops]
         if not uses:
             raise ValueError("no layer that can be sketched takes part in this backward pass")
-        timed = _LayerTimer(sketch, rounds)
+        timer = _LayerTimer(sketch, rounds)
         lines = tuple(
-            _line([use for use in uses if use.name == name], left[name], timed, backward, uses)
+            _line([use for use in uses if use.name == name], reasons[name], timer, backward, uses)
             for name in dict.fromkeys(use.name for use in uses)
         )
     return PlanReport(sketch, backward, lines)
@@ -181,12 +178,12 @@ def _backward_seconds(model: nn.Module, value: Tensor, rounds: int) -> float:
 
 
 def _line(
-    uses: list[Use], reason: str, timed: _LayerTimer, backward: float, everything: list[Use]
+    uses: list[Use], reason: str, timer: _LayerTimer, backward: float, everything: list[Use]
 ) -> LayerPlan:
     """``reason``: why ``sketch_`` does not take it; empty if it does."""
-    layer, sketch = uses[0].layer, timed.sketch
+    layer, sketch = uses[0].layer, timer.sketch
     able = reason in ("", NOT_TAKEN)
-    times, break_even = timed(uses[0], sketched=able)
+    times, break_even = timer.times(uses[0], able)
     largest = max(uses[0].products, key=lambda product: product.n * product.d)
     exact_flops = sum(use.exact_flops for use in uses)
     seconds = times.exact * len(uses)
@@ -222,13 +219,14 @@ class _LayerTimer:
     def __init__(self, sketch: AnySketch, rounds: int) -> None:
         self.sketch = sketch
         self.rounds = rounds
-        self._known: dict[object, tuple[Times, float | None]] = {}
+        self._times: dict[object, tuple[Times, float | None]] = {}
 
-    def __call__(self, use: Use, *, sketched: bool) -> tuple[Times, float | None]:
+    def times(self, use: Use, sketched: bool) -> tuple[Times, float | None]:
+        """Exact and sketched, and the break-even."""
         key = (type(use.layer), use.products, _signature(use), sketched)
-        if key not in self._known:
-            self._known[key] = self._time(use, sketched)
-        return self._known[key]
+        if key not in self._times:
+            self._times[key] = self._time(use, sketched)
+        return self._times[key]
 
     def _time(self, use: Use, sketched: bool) -> tuple[Times, float | None]:
         device = next(use.layer.parameters()).device
@@ -237,13 +235,13 @@ class _LayerTimer:
             (alone,) = in_turns(actions, self.rounds, device)
             return compare(alone, alone), None
         shares = [self.sketch.kept(*size[:3]) for size in use.products]
-        kept = sum(shares) / len(shares)
-        budget = 0.5 if kept < 0.4 else 0.1
+        share = sum(shares) / len(shares)
+        budget = 0.5 if share < 0.4 else 0.1
         for s in (self.sketch, self.sketch.with_budget(budget)):
             actions.append(_backward(use, s, device))
         seconds = in_turns(actions, self.rounds, device)
         times, second = (compare(seconds[0], other) for other in seconds[1:])
-        return times, break_even((kept, times.ratio), (budget, second.ratio))
+        return times, break_even((share, times.ratio), (budget, second.ratio))
 
 
 def break_even(first: tuple[float, float], second: tuple[float, float]) -> float:
@@ -302,10 +300,10 @@ def _mean_square(model: nn.Module, batch: Any) -> Tensor:
         output = model(batch)
     if isinstance(output, Mapping):
         output = dict(output)  # the outputs of transformers are no dicts to pytree
-    found = [x for x in torch.utils._pytree.tree_leaves(output) if _differentiable(x)]
-    if not found:
+    tensors = [x for x in torch.utils._pytree.tree_leaves(output) if _differentiable(x)]
+    if not tensors:
         raise ValueError(
             "the model's output has no tensor to start backward from; give a loss: "
             "plan(model, loss_fn, batch) with loss_fn(model, batch)"
         )
-    return torch.stack([x.float().square().mean() for x in found]).sum()
+    return torch.stack([x.float().square().mean() for x in tensors]).sum()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..core.random import random_state_kept
 from ..layers import Sketching
 from ..layers.isolation import SKETCHING
+from ..layers.select import blocks_of, units_of
 from ..layers.transform import sketch_
 from ..sketches import AnySketch, Planner
 
@@ -91,7 +92,7 @@ def _put_gradients_back(gradients: list[tuple[nn.Parameter, Tensor | None]]) -> 
 
 
 @contextmanager
-def hooked(
+def call_hooks(
     layers: Iterable[nn.Module],
     before: Callable[..., Any] | None = None,
     after: Callable[..., Any] | None = None,
@@ -106,12 +107,6 @@ def hooked(
                 handle = layer.register_forward_hook(after, with_kwargs=True)
                 stack.callback(handle.remove)
         yield
-
-
-def tensors_in(value: object) -> list[Tensor]:
-    """The tensors inside a batch: a tensor, or nested tuples, lists and dicts of them."""
-    leaves = torch.utils._pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def check_model(model: nn.Module) -> None:
@@ -130,3 +125,16 @@ def check_real(model: nn.Module) -> None:
             f"{type(model).__name__} is on the meta device, where nothing can be measured; load "
             "its weights first, or model.to_empty(device='cpu')"
         )
+
+
+def check_sketchable(model: nn.Module) -> None:
+    """Refuses a model of which no sketch could take anything."""
+    if not units_of(model) and not blocks_of(model):
+        raise ValueError(
+            f"{type(model).__name__} has no layer that can be sketched; see sketchprop.summary"
+        )
+
+
+def check_minutes(minutes: float, usual: float) -> None:
+    if isinstance(minutes, bool) or not minutes > 0:
+        raise ValueError(f"minutes={minutes!r} is no time; give for example minutes={usual:g}")

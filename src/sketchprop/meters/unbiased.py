@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
@@ -15,12 +15,13 @@ from ..core.random import random_state_kept
 from ..core.sampling import Uniforms
 from ..core.table import Column, Table, words
 from ..core.vjp import Vjp
-from ..sketches import AnySketch, Planner, Sketch, Split, Tokens
-from .noise.passes import Gradients, Loss
+from ..sketches import AnySketch, LayerSketch, Planner, Sketch, Split
+from .noise.gradients import Gradients, Loss
 from .restore import restored
 
 TOLERANCE = 1e-10
 """Largest relative error of an exact mean in float64."""
+GRADIENTS = ("dX", "dW", "db")
 
 
 @dataclass(frozen=True)
@@ -94,60 +95,58 @@ class Case:
     W: Tensor
     X: Tensor
 
+    @property
+    def truth(self) -> tuple[Tensor, ...]:
+        """dX, dW, db."""
+        return self.G @ self.W, self.G.mT @ self.X, self.G.sum(0)
 
-def cases(dtype: torch.dtype = torch.float64) -> tuple[Case, ...]:
-    """Layers on which an estimator may fail: shapes and degenerate contents."""
+    @property
+    def vjp(self) -> Vjp:
+        return Vjp(self.G, self.W, self.X)
+
+
+SIZE = 8, 7, 6
+CASES: dict[str, tuple[tuple[int, int, int], Callable[[Case], object] | None]] = {
+    "contracting, B > n": ((12, 6, 9), None),
+    "expanding (n > d)": ((12, 10, 4), None),
+    "expanding, B < n": ((5, 12, 3), None),
+    "B < n": ((4, 9, 11), None),
+    "one row": ((1, 8, 5), None),
+    "one column": ((7, 1, 5), None),
+    "one input": ((7, 6, 1), None),
+    "one of each": ((1, 1, 1), None),
+    "zero rows of W": (SIZE, lambda case: case.W[1:5:3].zero_()),
+    "W = 0": (SIZE, lambda case: case.W.zero_()),
+    "zero columns of G": (SIZE, lambda case: case.G[:, 0:4:3].zero_()),
+    "one non-zero column of G": (SIZE, lambda case: case.G[:, 1:].zero_()),
+    "constant columns of G": (SIZE, lambda case: case.G[:, 0:6:5].copy_(torch.tensor([2, -0.5]))),
+    "G = 0": (SIZE, lambda case: case.G.zero_()),
+    "rows of G sum to zero": ((9, 6, 8), lambda case: case.G.sub_(case.G.mean(-1, keepdim=True))),
+    "one heavy atom": ((10, 8, 6), lambda case: (case.G[2].mul_(1e3), case.G[:, 3].mul_(1e3))),
+}
+"""Layers on which an estimator may fail: ``B, n, d``, and what makes their contents degenerate."""
+
+
+def cases() -> tuple[Case, ...]:
+    """``CASES`` with numbers, the same ones each time."""
     generator = torch.Generator().manual_seed(0)
 
-    def case(name: str, B: int, n: int, d: int) -> Case:
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=dtype, generator=generator)
+    def case(name: str) -> Case:
+        (B, n, d), change = CASES[name]
+        G, W, X = (
+            torch.randn(shape, dtype=torch.float64, generator=generator)
+            for shape in ((B, n), (n, d), (B, d))
+        )
+        case = Case(name, G, W, X)
+        if change is not None:
+            change(case)
+        return case
 
-        return Case(name, normal(B, n), normal(n, d), normal(B, d))
-
-    shapes = [
-        case("contracting, B > n", 12, 6, 9),
-        case("expanding (n > d)", 12, 10, 4),
-        case("expanding, B < n", 5, 12, 3),
-        case("B < n", 4, 9, 11),
-        case("one row", 1, 8, 5),
-        case("one column", 7, 1, 5),
-        case("one input", 7, 6, 1),
-        case("one of each", 1, 1, 1),
-    ]
-    zero_rows = case("zero rows of W", 8, 7, 6)
-    zero_rows.W[[1, 4]] = 0
-    zero_weight = case("W = 0", 8, 7, 6)
-    zero_weight.W.zero_()
-    zero_columns = case("zero columns of G", 8, 7, 6)
-    zero_columns.G[:, [0, 3]] = 0
-    nearly_empty = case("one non-zero column of G", 8, 7, 6)
-    nearly_empty.G[:, 1:] = 0
-    constant_columns = case("constant columns of G", 8, 7, 6)
-    constant_columns.G[:, 0] = 2.0
-    constant_columns.G[:, 5] = -0.5
-    zero_gradient = case("G = 0", 8, 7, 6)
-    zero_gradient.G.zero_()
-    sums_to_zero = case("rows of G sum to zero", 9, 6, 8)
-    sums_to_zero.G.sub_(sums_to_zero.G.mean(-1, keepdim=True))
-    heavy = case("one heavy atom", 10, 8, 6)
-    heavy.G[2] *= 1e3
-    heavy.G[:, 3] *= 1e3
-    return (
-        *shapes,
-        zero_rows,
-        zero_weight,
-        zero_columns,
-        nearly_empty,
-        constant_columns,
-        zero_gradient,
-        sums_to_zero,
-        heavy,
-    )
+    return tuple(map(case, CASES))
 
 
 def expected_gradients(
-    sketch: AnySketch, G: Tensor, W: Tensor, X: Tensor, planner: Planner | None = None
+    sketch: LayerSketch, G: Tensor, W: Tensor, X: Tensor, planner: Planner | None = None
 ) -> tuple[Tensor, ...]:
     """E[dX], E[dW], E[db] over the draw of ``sketch``, as a finite sum: exact to rounding.
 
@@ -158,12 +157,14 @@ def expected_gradients(
 
     def gradients(uniforms: Uniforms) -> tuple[Tensor, ...]:
         if planner is None or not isinstance(sketch, Sketch):
-            compact = sketch(vjp, uniforms)
-        else:
-            compact = planner.atoms(sketch, vjp).draw(vjp, uniforms)
-        return compact.input_grad(W), compact.weight_grad(X), compact.bias_grad()
+            return _gradients(sketch(vjp, uniforms), W, X)
+        return _gradients(planner.atoms(sketch, vjp).draw(vjp, uniforms), W, X)
 
     return expectation(gradients)
+
+
+def _gradients(compact: Any, W: Tensor, X: Tensor) -> tuple[Tensor, ...]:
+    return compact.input_grad(W), compact.weight_grad(X), compact.bias_grad()
 
 
 def check_unbiased(
@@ -204,43 +205,32 @@ def check_unbiased(
             "loss_fn goes with a model: check_unbiased(model, loss_fn, batch) or "
             "check_unbiased(sketch)"
         )
-    if isinstance(subject, Sketch | Split | Tokens) and draws is None:
+    if isinstance(subject, Sketch | Split) and draws is None:
         entries = tuple(e for c in cases() for e in _exact_entries(subject, c, planner))
         return UnbiasedReport(repr(subject), "exact mean over the draw", TOLERANCE, entries)
     if not callable(subject):
         raise TypeError(
-            f"{subject!r} is neither a sketch nor a model; give for example Rows(0.3), a callable "
-            "Vjp -> CompactGradient, or a sketched model and its loss"
+            f"{subject!r} is neither a sketch of layers nor a model; give for example Rows(0.3), "
+            "a callable Vjp -> CompactGradient, or a sketched model and its loss, as for Tokens"
         )
     return _check_callable(subject, draws or 2000, seed)
 
 
-def _exact_entries(sketch: AnySketch, case: Case, planner: Planner | None) -> Iterator[MeanError]:
-    own = None if planner is None else planner.anew()
-    means = expected_gradients(sketch, case.G, case.W, case.X, own)
-    truth = (case.G @ case.W, case.G.mT @ case.X, case.G.sum(0))
-    for name, mean, true in zip(("dX", "dW", "db"), means, truth, strict=True):
+def _exact_entries(sketch: LayerSketch, case: Case, planner: Planner | None) -> Iterator[MeanError]:
+    fresh = None if planner is None else planner.anew()
+    means = expected_gradients(sketch, case.G, case.W, case.X, fresh)
+    for name, mean, true in zip(GRADIENTS, means, case.truth, strict=True):
         error = _relative(mean - true, true)
         yield MeanError(case.name, name, error, None, error <= TOLERANCE)
 
 
 def _check_callable(subject: Callable[..., Any], draws: int, seed: int) -> UnbiasedReport:
-    tallies: list[tuple[str, str, _Tally]] = []
+    tallies: list[_Tally] = []
     with random_state_kept():
         torch.manual_seed(seed)
         for case in cases():
-            G, W, X = case.G, case.W, case.X
-            truth = (G @ W, G.mT @ X, G.sum(0))
-            batch = [
-                (case.name, name, _Tally(t))
-                for name, t in zip(("dX", "dW", "db"), truth, strict=True)
-            ]
-            for _ in range(draws):
-                compact = subject(Vjp(G, W, X))
-                parts = (compact.input_grad(W), compact.weight_grad(X), compact.bias_grad())
-                for (_, _, tally), part in zip(batch, parts, strict=True):
-                    tally.add(part)
-            tallies += batch
+            drawn = (_gradients(subject(case.vjp), case.W, case.X) for _ in range(draws))
+            tallies += _tallied(case.name, GRADIENTS, case.truth, drawn)
     return _monte_carlo_report(repr(subject), tallies, draws)
 
 
@@ -256,12 +246,8 @@ def _check_model(
         gradients = Gradients(model, loss_fn, buffers, seed)
         with gradients.switch.installed():
             exact = gradients.exact(batch)
-            tallies = [("model", n, _Tally(g)) for n, g in zip(gradients.names, exact, strict=True)]
-            for draw in range(draws):
-                for (_, _, tally), grad in zip(
-                    tallies, gradients.sketched(batch, draw), strict=True
-                ):
-                    tally.add(grad)
+            drawn = (gradients.sketched(batch, draw) for draw in range(draws))
+            tallies = _tallied("model", gradients.names, exact, drawn)
     return _monte_carlo_report(type(model).__name__, tallies, draws)
 
 
@@ -270,9 +256,10 @@ class _Tally:
 
     DIRECTIONS = 8
 
-    def __init__(self, truth: Tensor) -> None:
-        self.eps = torch.finfo(truth.dtype).eps
+    def __init__(self, case: str, gradient: str, truth: Tensor) -> None:
+        self.case, self.gradient = case, gradient
         self.truth = truth.detach().double()
+        self.rounding = 16 * torch.finfo(truth.dtype).eps * float(self.truth.norm())
         signs = torch.randint(0, 2, (self.DIRECTIONS, truth.numel()), dtype=torch.bool)
         signs = signs.to(truth.device).double() * 2 - 1
         signs[0] = self.truth.flatten()
@@ -298,18 +285,23 @@ class _Tally:
         return _relative(self.sum / len(self.along) - self.truth, self.truth), float(z.max())
 
 
-def _monte_carlo_report(
-    subject: str, tallies: list[tuple[str, str, _Tally]], draws: int
-) -> UnbiasedReport:
+def _tallied(
+    case: str, names: Sequence[str], truth: Sequence[Tensor], drawn: Iterable[Sequence[Tensor]]
+) -> list[_Tally]:
+    tallies = [_Tally(case, name, true) for name, true in zip(names, truth, strict=True)]
+    for estimates in drawn:
+        for tally, estimate in zip(tallies, estimates, strict=True):
+            tally.add(estimate)
+    return tallies
+
+
+def _monte_carlo_report(subject: str, tallies: Sequence[_Tally], draws: int) -> UnbiasedReport:
     limit = NormalDist().inv_cdf(1 - 0.5e-6 / (_Tally.DIRECTIONS * len(tallies)))
-    largest: dict[str, float] = {}
-    for case, _, tally in tallies:
-        rounding = 16 * tally.eps * float(tally.truth.norm())
-        largest[case] = max(rounding, largest.get(case, 1e-12))
     entries = []
-    for case, name, tally in tallies:
-        error, z = tally.result(largest[case])
-        entries.append(MeanError(case, name, error, z, z <= limit))
+    for tally in tallies:
+        largest = max(t.rounding for t in tallies if t.case == tally.case)
+        error, z = tally.result(max(1e-12, largest))
+        entries.append(MeanError(tally.case, tally.gradient, error, z, z <= limit))
     return UnbiasedReport(subject, f"Monte Carlo, {draws} draws", limit, tuple(entries))
 
 

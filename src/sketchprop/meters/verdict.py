@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .noise.estimate import Estimate
-from .words import ratio, with_error
+from .words import plain_data, ratio, with_error
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Verdict:
         return abs(self.change - 1) > 2 * self.error
 
     def as_dict(self) -> dict[str, Any]:
-        numbers = {k: _finite(v) for k, v in asdict(self).items()}
+        numbers = {k: plain_data(v) for k, v in asdict(self).items()}
         return {**numbers, "pays": self.pays, "certain": self.certain}
 
     def __str__(self) -> str:
@@ -72,7 +72,3 @@ def criterion(
     steps = 1 + relative.value / (1 + signal)
     error = math.hypot(cost * relative.error / (1 + signal), steps * cost_error)
     return Verdict(basis, cost, steps, cost * steps, error)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,14 +19,14 @@ from ..core.importance import column_sums
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import CompactGradient, Vjp
-from ..sketches import AnySketch, Planner, Sketch, Tokens
+from ..sketches import LayerSketch, Planner, Sketch
 from .passes import Asked, asked, one_draw
 
 
 class Method(NamedTuple):
     """What a layer does in backward: ``draw`` without a planner makes new atoms in each step."""
 
-    sketch: AnySketch
+    sketch: LayerSketch
     planner: Planner | None = None
     uniforms: Uniforms = draw_uniforms
 
@@ -51,7 +51,7 @@ class Form:
         # A view could not be changed in place by what follows, an in-place ReLU for example.
         return out if out.dim() == x.dim() else out.view(*x.shape[:-1], weight.shape[-2])
 
-    def facing(self, grad: Tensor, sketch: AnySketch) -> Form:
+    def facing(self, grad: Tensor, sketch: LayerSketch) -> Form:
         """The form for a gradient as it lies in memory."""
         return self
 
@@ -152,8 +152,6 @@ def _compact(
     form: Form, method: Method, vjp: Vjp, index: Tensor | None, asks: Asked
 ) -> CompactGradient:
     sketch, planner, uniforms = method
-    if isinstance(sketch, Tokens):
-        sketch = sketch.rest
     if isinstance(sketch, Sketch):
         return form.draw(sketch, vjp, planner, uniforms)
     if index is not None:  # X is not whole; its rows belong to the side that drew them

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.checks import solve_dtype
 from ..core.compact import Kept, KeptRows, scaled
+from ..core.probabilities import solve_dtype
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import CompactGradient, Vjp
-from ..sketches import AnySketch, ColumnSketch, Planner, Rows, Sketch, Split
+from ..sketches import ColumnSketch, LayerSketch, Planner, Rows, Sketch, Split
 from .backward import Form, Method, autocast, records, sketched
 
 Sizes = tuple[int, ...]
@@ -57,7 +57,7 @@ def sketched_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    sketch: AnySketch,
+    sketch: LayerSketch,
     *,
     stride: int | Sizes = 1,
     padding: int | Sizes | str = 0,
@@ -115,19 +115,19 @@ def sketched_conv(
     return sketched(x, weight, bias, form, Method(sketch, planner, uniforms))
 
 
-def fits_kernels(sketch: AnySketch) -> bool:
+def fits_kernels(sketch: LayerSketch) -> bool:
     """Whether ``sketch`` keeps whole channels or whole samples, as kernels need."""
     if isinstance(sketch, Rows):
         return sketch.whole_samples(pixels=True) and sketch.sees == "G" and sketch.then is None
     return isinstance(sketch, ColumnSketch)
 
 
-def only_linear(sketch: AnySketch) -> str:
+def only_linear(sketch: LayerSketch) -> str:
     """Why ``sketch`` cannot take any convolution."""
     return f"{sketch!r} keeps rows of the input: it takes linear layers and attention only"
 
 
-def only_columns(sketch: AnySketch) -> str:
+def only_columns(sketch: LayerSketch) -> str:
     """Why ``sketch`` cannot take a convolution with a kernel."""
     return (
         f"{sketch!r} does not keep whole output channels or samples: it takes convolutions of "
@@ -177,7 +177,7 @@ class ConvForm(Form):
         kernel, stride, padding, dilation = self.geometry
         return _CONV[len(kernel)](x, weight, bias, stride, padding, dilation)
 
-    def facing(self, grad: Tensor, sketch: AnySketch) -> ConvForm:
+    def facing(self, grad: Tensor, sketch: LayerSketch) -> ConvForm:
         if self.geometry.pointwise and (
             not isinstance(sketch, ColumnSketch) or rows_are_a_view(grad)
         ):

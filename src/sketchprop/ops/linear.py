@@ -9,7 +9,7 @@ from ..core.compact import InputRowAtoms
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import Vjp
-from ..sketches import AnySketch, Planner, Sketch, Split
+from ..sketches import LayerSketch, Planner, Sketch, Split
 from .backward import Form, Method, as_rows, autocast, records, serving, sketched
 
 
@@ -17,7 +17,7 @@ def sketched_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    sketch: AnySketch,
+    sketch: LayerSketch,
     *,
     planner: Planner | None = None,
     samples: Samples | None = None,
@@ -55,7 +55,7 @@ def sketched_linear(
     if samples is None:
         samples = sketch.samples_of(tuple(x.shape[len(stack) : -1]))
     form = Form(x.shape, stack, samples)
-    pair: AnySketch = sketch
+    pair: LayerSketch = sketch
     if isinstance(sketch, Sketch) and "G" not in sketch.sees:
         pair = Split(input=None, weight=sketch)
     method = Method(pair, planner, uniforms)

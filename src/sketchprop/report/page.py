@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.table import Column
 from ..meters import MeasureReport, PlanReport
-from ..meters.measure import plain_data
+from ..meters.words import plain_data
 from .pictures import BarChart, as_svg, noise_chart, plan_chart, require_matplotlib
 from .setup import setup_facts
 
@@ -33,8 +33,6 @@ def html_report(
     charts = [
         BarChart(measured.verdicts(), ()),
         noise_chart(measured),
-        BarChart(measured.noise_by_node(), ("variance", "local")),
-        BarChart(measured.work_by_layer(), ("exact M", "sketched M")),
         BarChart(measured.memory_by_layer(), ("exact kB", "sketched kB", "shared kB")),
         *map(plan_chart, plans),
     ]

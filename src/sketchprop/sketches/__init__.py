@@ -6,11 +6,12 @@ from .elements import ElementMask
 from .planners import Every, Fresh, Planner
 from .rows import ForwardRows, Rows, RowSketch, SampleMask
 from .spectral import GradientSVD, RankConstrained, SpectralSketch
-from .split import AnySketch, Split
+from .split import AnySketch, LayerSketch, Split
 from .tokens import Tokens
 
 __all__ = [
     "L1", "L2", "AnySketch", "ColumnMask", "ColumnSketch", "Diagonal", "ElementMask", "Every",
-    "ForwardRows", "Fresh", "GradientSVD", "Planner", "RankConstrained", "RowSketch", "Rows",
+    "ForwardRows", "Fresh", "GradientSVD", "LayerSketch",
+    "Planner", "RankConstrained", "RowSketch", "Rows",
     "SampleMask", "Sketch", "SpectralSketch", "Split", "Tokens", "Variance",
 ]  # fmt: skip

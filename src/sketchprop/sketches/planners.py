@@ -22,7 +22,7 @@ from ..core.importance import column_sums
 from ..core.sampling import Atoms
 from ..core.vjp import Vjp
 from .base import Sketch
-from .split import AnySketch
+from .split import LayerSketch
 
 STALE_FLOOR = 0.1
 """The share of uniform probabilities under atoms that have not seen all of G."""
@@ -43,7 +43,7 @@ class Planner(ABC):
         """Why it cannot serve ``sketch``; empty if it can."""
         return ""
 
-    def cost(self, sketch: AnySketch, size: Size) -> Cost:
+    def cost(self, sketch: LayerSketch, size: Size) -> Cost:
         """FLOPs of a step, what is spread over several steps by its share."""
         return sketch.cost(size)
 
@@ -76,7 +76,7 @@ class Fresh(Planner):
     def refusal(self, sketch: Sketch) -> str:
         return cannot_last(sketch)
 
-    def cost(self, sketch: AnySketch, size: Size) -> Cost:
+    def cost(self, sketch: LayerSketch, size: Size) -> Cost:
         return _spread(sketch, size, 1, self.rows)
 
 
@@ -123,7 +123,7 @@ class Every(Planner):
     def refusal(self, sketch: Sketch) -> str:
         return cannot_last(sketch)
 
-    def cost(self, sketch: AnySketch, size: Size) -> Cost:
+    def cost(self, sketch: LayerSketch, size: Size) -> Cost:
         return _spread(sketch, size, self.steps, self.rows)
 
 
@@ -164,7 +164,7 @@ def _stride(B: int, rows: float | int) -> int:
     return max(1, int(B // max(1, wanted)))
 
 
-def _spread(sketch: AnySketch, size: Size, steps: int, rows: float | int) -> Cost:
+def _spread(sketch: LayerSketch, size: Size, steps: int, rows: float | int) -> Cost:
     """The cost with atoms from some of the rows, spread over ``steps``."""
     whole = sketch.cost(size, lasting=True)
     if not size.sides:

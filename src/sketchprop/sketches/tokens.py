@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
-from math import ceil
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from ..core.checks import check_budget
-from ..core.compact import RowAtoms
 from ..core.cost import Cost, Size
-from ..core.probabilities import capped_fill, water_fill
-from ..core.samples import Samples
-from ..core.sampling import Uniforms, draw_uniforms
-from ..core.vjp import CompactGradient, Vjp
 from .base import as_call
 from .rows import Rows
 
@@ -69,6 +63,12 @@ class Tokens:
     queries: float | int | None = None
     keys: float | int | None = None
     save: str = "activations"
+    query_budget: float | int = field(init=False, repr=False, compare=False)
+    """Kept tokens of each sample in attention."""
+    key_budget: float | int = field(init=False, repr=False, compare=False)
+    """Kept rows of K and V."""
+    capacity: float = field(init=False, repr=False, compare=False)
+    """Most queries of one sample, over the even share: room for a sample that matters more."""
 
     def __post_init__(self) -> None:
         for name in ("budget", "queries", "keys"):
@@ -76,28 +76,15 @@ class Tokens:
             if name == "budget" or value is not None:
                 object.__setattr__(self, name, check_budget(value))
         check_save(self.save)
-
-    @property
-    def query_budget(self) -> float | int:
-        """Kept tokens of each sample in attention."""
-        return default_queries(self.budget) if self.queries is None else self.queries
-
-    @property
-    def key_budget(self) -> float | int:
-        """Kept rows of K and V."""
-        return default_keys(self.budget) if self.keys is None else self.keys
-
-    @property
-    def capacity(self) -> float:
-        """Most queries of one sample, over the even share: room for a sample that matters more.
-
-        Where rows are drawn among hardly more queries a tight bound would hold for the rows too:
-        there it is the room that the default number of queries would have.
-        """
-        rows, queries = self.budget, self.query_budget
-        usual = default_queries(rows)
+        rows, usual = self.budget, default_queries(self.budget)
+        queries = usual if self.queries is None else self.queries
+        keys = default_keys(rows) if self.keys is None else self.keys
+        # Where rows are drawn among hardly more queries a tight bound would hold for the rows too:
+        # there it is the room that the default number of queries would have.
         shares = isinstance(rows, float) and isinstance(queries, float)
-        return ROOM * usual / queries if shares and rows <= queries < usual else ROOM
+        room = ROOM * usual / queries if shares and rows <= queries < usual else ROOM
+        for name, value in (("query_budget", queries), ("key_budget", keys), ("capacity", room)):
+            object.__setattr__(self, name, value)
 
     @property
     def rest(self) -> Rows:
@@ -105,27 +92,9 @@ class Tokens:
         return Rows(self.budget)
 
     def of(self, part: str) -> Rows:
-        """The sketch of one linear layer of a block: a part of ``Size.part``."""
-        if part == "queries":
-            return QueryRows(self.query_budget, capacity=self.capacity)
-        return Rows(self.key_budget if part == "keys" else self.budget)
-
-    @property
-    def sees(self) -> str:
-        return self.rest.sees
-
-    @property
-    def sampling(self) -> str:
-        return self.rest.sampling
-
-    @property
-    def exact_bias(self) -> bool:
-        """Biases inside of blocks come from the kept rows."""
-        return False
-
-    def __call__(self, vjp: Vjp, uniforms: Uniforms = draw_uniforms) -> CompactGradient:
-        """One linear layer by itself: ``rest``."""
-        return self.rest(vjp, uniforms)
+        """What one linear layer of a block costs and keeps, by its ``Size.part``."""
+        budgets = {"queries": self.query_budget, "keys": self.key_budget}
+        return Rows(budgets.get(part, self.budget))
 
     def keeps_all(self, B: int, n: int, d: int) -> bool:
         return all(self.of(part).keeps_all(B, n, d) for part in PARTS)
@@ -140,12 +109,6 @@ class Tokens:
             return Cost(size.exact_flops)
         return sketch.cost(size)
 
-    def saved_share(self, B: int) -> float:
-        return 1.0
-
-    def samples_of(self, dims: tuple[int, ...]) -> Samples:
-        return Samples.of(dims, 0)
-
     def with_budget(self, budget: float | int) -> Tokens:
         """Another budget; ``queries`` and ``keys`` that were given stay, the others follow it."""
         return replace(self, budget=budget)
@@ -156,27 +119,3 @@ class Tokens:
 
 PARTS = ("rows", "queries", "keys")
 """What a linear layer of a block can be a part of."""
-
-
-@dataclass(frozen=True, repr=False)
-class QueryRows(Rows):
-    """``Rows`` with a bound of the rows of a sample, as attention on kept queries wants.
-
-    p ∝ ‖g_b‖ over the batch, at most ``capacity`` times the even share in a sample: attention that
-    draws as many tokens with the same bound finds these rows with p = 1. ``capacity=1.0``: the
-    same number in each sample.
-    """
-
-    _: KW_ONLY
-    capacity: float = ROOM
-
-    def atoms(self, vjp: Vjp) -> RowAtoms:
-        samples = vjp.rows
-        count = int(self.rank(samples.tokens))
-        rank, most = count * samples.samples, min(samples.tokens, ceil(self.capacity * count))
-        roots = samples.by_sample(self.roots(vjp))
-        if rank < samples.samples * most:
-            p = capped_fill(roots, rank, most)
-        else:
-            p = water_fill(roots, count)
-        return RowAtoms(p.flatten(-2), rank, self.sampling, samples.units(False, p.device))

@@ -1,4 +1,4 @@
-"""The controller: learns from probes and moves budgets. Plain numbers, no tensors."""
+"""What probes have found so far, and the budgets that follow: numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+from ..meters.noise.pace import HUGE
+from ..meters.words import plain_data
 from .rule import LADDER, Problem, best, calmed, odds, undrowned
 
+GAIN = 0.02
+"""A move has to promise more than that."""
 TIMED = 3
 """So many probes are timed; then the times are frozen."""
 FURTHEST = 2
@@ -30,7 +34,7 @@ LARGEST_WAIT = 6
 
 @dataclass(frozen=True)
 class Probe:
-    """What one look at training found, at the budgets of ``Controller.trial``."""
+    """What one look at training found, at the budgets of ``Controller.probe_rungs``."""
 
     exact: float
     """Seconds of an exact pass."""
@@ -43,45 +47,47 @@ class Probe:
     cost: float
     """Seconds that the probe took."""
     total: float
-    """‖g_batch‖², an estimate of ‖g‖² + σ²."""
+    """‖g‖² of the batch, an estimate of ‖g‖² + σ²."""
     noise: tuple[float, ...]
     """V with one unit sketched, for each unit: ‖ĝ - g‖², or what costs SGD as many steps."""
     noise_together: float
+    added: float = 0.0
+    """‖ĝ - g‖² with all units sketched."""
+    sigma2: float = math.nan
+    """σ² ≈ ½‖g - g'‖², g' of the batch before; NaN where there was none."""
 
-    @property
-    def finite(self) -> bool:
+    def ignored(self, timed: bool) -> str:
+        """Why it says nothing; empty if it does. ``timed``: whether its seconds count."""
         numbers = (self.total, self.noise_together, self.together, *self.noise, *self.alone)
-        return self.total > 0 and all(map(math.isfinite, numbers))
-
-    @property
-    def timed(self) -> bool:
-        """Whether the clock ran, and forwards."""
-        return min(self.exact, self.together, *self.alone) > 0
+        if not (self.total > 0 and all(map(math.isfinite, numbers))):
+            return "the probe is not finite: ignored"
+        if timed and min(self.exact, self.together, *self.alone) <= 0:
+            return "the clock stood still or went back: ignored"
+        return ""
 
 
 @dataclass
 class Controller:
     """Budgets of some units, moved so that T·N is least.
 
-    ``kinds``: units of one kind have the same shapes; their times are pooled. ``gain``: a move
-    has to promise more than that. All fields are plain numbers and lists.
+    ``kinds``: units of one kind have the same shapes; their times are pooled. All fields are plain
+    numbers and lists.
     """
 
     kinds: list[int]
     budgets: list[float]
     ladder: tuple[float, ...] = LADDER
-    gain: float = 0.02
     power: float = 1.0
     total: float = 0.0
-    trials: list[float] = field(default_factory=list)
+    noise_rungs: list[float] = field(default_factory=list)
     """The budgets at which ``noise`` was seen."""
     noise: list[float] = field(default_factory=list)
     together: float = 0.0
-    """V of all units at ``trials``, not averaged."""
+    """V of all units at ``noise_rungs``, not averaged."""
     factor: float = 1.0
     """V of the whole network over the sum of the units'."""
     times: list[dict[str, Any]] = field(default_factory=list)
-    """The probes that were timed."""
+    """The probes that were timed, each with its ``rungs``."""
     stays: int = 0
     """How often in a row the answer was 'exact'."""
 
@@ -93,7 +99,7 @@ class Controller:
     def exact(self) -> bool:
         return all(p == 1 for p in self.budgets)
 
-    def trial(self) -> list[float]:
+    def probe_rungs(self) -> list[float]:
         """The budgets to probe at: those in force; where it is exact, two and four rungs down.
 
         In turns, from unit to unit and from probe to probe: at one budget alone a sketch that
@@ -104,31 +110,40 @@ class Controller:
         turn = len(self.times)
         return [starts[(i + turn) % 2] if p == 1 else p for i, p in enumerate(self.budgets)]
 
-    def learn(self, probe: Probe, frozen: bool = False) -> dict[str, Any]:
-        """Takes a probe in, moves the budgets unless ``frozen``, and says what was decided."""
-        if not probe.finite:
-            return {"moved": False, "why": "the probe is not finite: ignored"}
-        if not (self.frozen_times or probe.timed):
-            return {"moved": False, "why": "the clock stood still or went back: ignored"}
-        trials = self.trial()
+    def learn(self, probe: Probe) -> dict[str, Any]:
+        """Takes a probe in, moves the budgets, and says what was decided."""
+        ignored = probe.ignored(timed=not self.frozen_times)
+        if ignored:
+            return {"moved": False, "why": ignored}
+        rungs = self.probe_rungs()
         if not self.frozen_times:
-            self.times.append(_timed(probe, trials))
-        self._learn_noise(probe, trials)
+            self.times.append({**plain_data(probe), "rungs": rungs})
+        self._learn_noise(probe, rungs)
         problem = self.problem()
         before = list(self.budgets)
-        target, why = self._target(problem)
-        if not frozen:
-            self.budgets = target
+        self.budgets, why = self._target(problem)
         self.stays = self.stays + 1 if self.exact and before == self.budgets else 0
         now = self.budgets
         return {
             "moved": before != now,
-            "why": "frozen" if frozen else why,
+            "why": why,
             "change": problem.change(now),
-            "relative": problem.added(now) / problem.total,
+            "noise": problem.added(now),
             "time": problem.time(now) / problem.time([1.0] * len(now)),
             "power": self.power,
         }
+
+    def watch(self, probe: Probe) -> dict[str, Any]:
+        """What sketches that stay as they are do to a step; noise as in ``learn``."""
+        ignored = probe.ignored(timed=True)
+        if ignored:
+            return {"moved": False, "why": ignored}
+        self._learn_noise(probe, self.probe_rungs())
+        noise = self.factor * math.fsum(self.noise) / self.total
+        time = (probe.together + probe.elsewhere) / (probe.exact + probe.elsewhere)
+        said = {"change": time * (1 + noise), "noise": noise, "time": time, "added": probe.added}
+        sigma2 = {} if math.isnan(probe.sigma2) else {"sigma2": probe.sigma2}
+        return {"moved": False, "why": "frozen", **said, **sigma2}
 
     def wait(self, share: float) -> int:
         """Steps until the next probe, so that probes take at most ``share`` of the time."""
@@ -152,8 +167,8 @@ class Controller:
         slopes, fixed = self._lines()
         whole = median(t["exact"] + t["elsewhere"] for t in self.times)
         a = [
-            self.factor * v / odds(p) ** self.power
-            for v, p in zip(self.noise, self.trials, strict=True)
+            self.factor * v / self.total / odds(p) ** self.power
+            for v, p in zip(self.noise, self.noise_rungs, strict=True)
         ]
         # By chance a line may save more than there is.
         most = math.fsum(c for c in slopes if c > 0)
@@ -161,57 +176,62 @@ class Controller:
             slopes = [c * whole / most if c > 0 else c for c in slopes]
             fixed = [h * whole / most for h in fixed]
         rest = whole - math.fsum(slopes)
-        return Problem(rest, tuple(slopes), self.total, tuple(a), self.power, tuple(fixed))
+        return Problem(rest, tuple(slopes), tuple(a), self.power, tuple(fixed))
 
     def _lines(self) -> tuple[list[float], list[float]]:
         """cᵢ and hᵢ: a line for each kind of units, over all probes, corrected by the whole."""
-        found: defaultdict[int, defaultdict[float, list[float]]] = defaultdict(
+        savings: defaultdict[int, defaultdict[float, list[float]]] = defaultdict(
             lambda: defaultdict(list)
         )
         for timed in self.times:
-            for kind, p, saved in zip(self.kinds, timed["trials"], timed["alone"], strict=True):
-                found[kind][1 - p].append(saved)
+            for kind, p, alone in zip(self.kinds, timed["rungs"], timed["alone"], strict=True):
+                savings[kind][1 - p].append(timed["exact"] - alone)
         fits = {
-            kind: _line({u: median(s) for u, s in points.items()}) for kind, points in found.items()
+            kind: _line({u: median(s) for u, s in points.items()})
+            for kind, points in savings.items()
         }
         lines = [fits[kind] for kind in self.kinds]
+        together = [timed["exact"] - timed["together"] for timed in self.times]
         ratios = []
-        for timed in self.times:
-            pairs = zip(lines, timed["trials"], strict=True)
+        for timed, saved in zip(self.times, together, strict=True):
+            pairs = zip(lines, timed["rungs"], strict=True)
             expected = math.fsum(c * (1 - p) - h for (c, h), p in pairs)
             if expected > 0:
-                ratios.append(timed["together"] / expected)
+                ratios.append(saved / expected)
         scale = min(LARGEST_SCALE, max(0.0, median(ratios))) if ratios else 1.0
         # A unit alone is timed poorly: where all together are not faster, none is believed to be.
-        if median(timed["together"] for timed in self.times) <= 0:
+        if median(together) <= 0:
             scale = 0.0
         return [c * scale if c > 0 else c for c, _ in lines], [h * scale for _, h in lines]
 
-    def _learn_noise(self, probe: Probe, trials: list[float]) -> None:
-        if not self.trials:
-            self.total, self.noise, self.trials = probe.total, list(probe.noise), trials
+    def _learn_noise(self, probe: Probe, rungs: list[float]) -> None:
+        if not self.noise_rungs:
+            self.total, self.noise = probe.total, list(probe.noise)
         else:
-            self._learn_power(probe, trials)
-            self.total = (self.total + probe.total) / 2
+            self._learn_power(probe, rungs)
+            # A batch with a huge gradient, now or before, counts as a few usual ones.
+            old = min(1.0, HUGE * probe.total / self.total) / 2
+            new = min(1.0, HUGE * self.total / probe.total) / 2
+            self.total = old * self.total + new * probe.total
             moved = [
-                v * (odds(new) / odds(old)) ** self.power
-                for v, new, old in zip(self.noise, trials, self.trials, strict=True)
+                v * (odds(q) / odds(p)) ** self.power
+                for v, q, p in zip(self.noise, rungs, self.noise_rungs, strict=True)
             ]
-            self.noise = [(v + w) / 2 for v, w in zip(moved, probe.noise, strict=True)]
-            self.trials = trials
+            self.noise = [old * v + new * w for v, w in zip(moved, probe.noise, strict=True)]
+        self.noise_rungs = rungs
         self.together = probe.noise_together
         alone = math.fsum(probe.noise)
         if alone > 0:
             self.factor = probe.noise_together / alone
 
-    def _learn_power(self, probe: Probe, trials: list[float]) -> None:
+    def _learn_power(self, probe: Probe, rungs: list[float]) -> None:
         """γ from V of the whole network at the budgets of this probe and of the one before."""
         alone = math.fsum(self.noise)
         if not (alone > 0 and self.together > 0 and probe.noise_together > 0):
             return
         expected = math.fsum(
             v / alone * odds(new) / odds(old)
-            for v, new, old in zip(self.noise, trials, self.trials, strict=True)
+            for v, new, old in zip(self.noise, rungs, self.noise_rungs, strict=True)
         )
         if abs(math.log(expected)) > 0.3:
             seen = math.log(probe.noise_together / self.together) / math.log(expected)
@@ -224,7 +244,7 @@ class Controller:
             return safe, "the noise drowns the gradient: back to exact"
         wanted = calmed(problem, best(problem, self.ladder, now), self.ladder)
         calm = calmed(problem, now, self.ladder) == now
-        if calm and problem.score(wanted) > (1 - self.gain) * problem.score(now):
+        if calm and problem.score(wanted) > (1 - GAIN) * problem.score(now):
             return now, "no move gains enough"
         rungs = [self._no_further(p, q) for p, q in zip(now, wanted, strict=True)]
         return calmed(problem, rungs, self.ladder), "time × noise is smaller"
@@ -264,17 +284,6 @@ def check_ladder(ladder: Sequence[float]) -> tuple[float, ...]:
             f"ladder={ladder!r}; give falling kept fractions from 1.0 on, for example {LADDER}"
         )
     return rungs
-
-
-def _timed(probe: Probe, trials: list[float]) -> dict[str, Any]:
-    return {
-        "exact": probe.exact,
-        "elsewhere": probe.elsewhere,
-        "cost": probe.cost,
-        "trials": trials,
-        "alone": [probe.exact - seconds for seconds in probe.alone],
-        "together": probe.exact - probe.together,
-    }
 
 
 def _line(saved: dict[float, float]) -> tuple[float, float]:

@@ -1,9 +1,10 @@
 """The rule: budgets for which time × noise is least. Plain numbers, no tensors.
 
 A step takes T(p) = T₀ + Σ (cᵢ pᵢ + hᵢ), with hᵢ the fixed cost of a sketch, 0 where pᵢ = 1. The
-steps that are needed grow with N(p) = ‖g‖² + σ² + V(p), V(p) = Σ aᵢ xᵢ^γ, xᵢ = 1/pᵢ - 1: g the
-mean gradient, σ² the minibatch's variance, V the sketches'. For γ = 1 and h = 0 the minimum of T·N
-is pᵢ = √(aᵢT/(cᵢN)). Where noise compounds over the layers γ is larger than 1.
+steps that are needed grow with N(p) = 1 + V(p), V(p) = Σ aᵢ xᵢ^γ, xᵢ = 1/pᵢ - 1: V the variance
+that sketches add over ‖g‖² + σ², g the mean gradient, σ² the minibatch's variance. For γ = 1 and
+h = 0 the minimum of T·N is pᵢ = √(aᵢT/(cᵢN)). Where noise compounds over the layers γ is larger
+than 1.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..meters.noise.pace import DROWNED
+
 LADDER = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1)
 """Few rungs: under ``torch.compile`` each budget compiles once."""
 SWEEPS = 20
 WORTH = 0.002
 """A unit whose sketch gains less than that is given back to exact."""
-DROWNED = 1 / 3
-"""V over ‖g‖² + σ², from which on training is known to stall."""
 CALM = 1 / 5
 """V over ‖g‖² + σ² that a move may lead to: noise grows between two probes."""
 
@@ -27,7 +28,7 @@ CALM = 1 / 5
 class Problem:
     """Time and noise as functions of the budgets of some units.
 
-    >>> problem = Problem(rest=1.0, slopes=(2.0,), total=1.0, noise=(0.1,))
+    >>> problem = Problem(rest=1.0, slopes=(2.0,), noise=(0.1,))
     >>> problem.time([0.5]), problem.added([0.5]), round(problem.change([0.5]), 3)
     (2.0, 0.1, 0.733)
     """
@@ -36,8 +37,6 @@ class Problem:
     """T₀: what no sketch touches."""
     slopes: tuple[float, ...]
     """cᵢ."""
-    total: float
-    """‖g‖² + σ², the mean square of a batch's gradient."""
     noise: tuple[float, ...]
     """aᵢ."""
     power: float = 1.0
@@ -61,7 +60,7 @@ class Problem:
 
     def score(self, p: Sequence[float]) -> float:
         """T·N, to be made small."""
-        return self.time(p) * (self.total + self.added(p))
+        return self.time(p) * (1 + self.added(p))
 
     def change(self, p: Sequence[float]) -> float:
         """T·N over that of exact steps: the predicted time to equal quality; below 1 it pays."""
@@ -73,26 +72,11 @@ def odds(p: float) -> float:
     return 1 / p - 1
 
 
-def closed_form(problem: Problem, least: float) -> list[float]:
-    """pᵢ = √(aᵢT/(cᵢN)) clipped to [least, 1], a few sweeps; cᵢ ≤ 0: exact."""
-    p = [1.0] * len(problem.slopes)
-    for _ in range(SWEEPS):
-        T, N = problem.time(p), problem.total + problem.added(p)
-        p = [
-            1.0 if c <= 0 or T <= 0 else min(1.0, max(least, math.sqrt(a * T / (c * N))))
-            for a, c in zip(problem.noise, problem.slopes, strict=True)
-        ]
-    return p
-
-
 def best(problem: Problem, ladder: Sequence[float], now: Sequence[float]) -> list[float]:
-    """The budgets on the ladder with the least T·N, from three starts, one unit at a time."""
-    near = [
-        min(ladder, key=lambda rung: abs(math.log(rung / q)))
-        for q in closed_form(problem, min(ladder))
-    ]
-    starts = ([1.0] * len(near), list(now), near)
-    return min((_descend(problem, ladder, list(p)) for p in starts), key=problem.score)
+    """The budgets on the ladder with the least T·N: from exact, from the lowest rung and from
+    where it stands, one unit at a time."""
+    starts = ([1.0] * len(now), [min(ladder)] * len(now), list(now))
+    return min((_descend(problem, ladder, p) for p in starts), key=problem.score)
 
 
 def _descend(problem: Problem, ladder: Sequence[float], p: list[float]) -> list[float]:
@@ -114,7 +98,7 @@ def _descend(problem: Problem, ladder: Sequence[float], p: list[float]) -> list[
 def calmed(problem: Problem, p: Sequence[float], ladder: Sequence[float]) -> list[float]:
     """``p`` with the noisiest unit a rung higher, again and again, until V ≤ (‖g‖² + σ²)/5."""
     p = list(p)
-    while problem.added(p) > CALM * problem.total:
+    while problem.added(p) > CALM:
         parts = problem.parts(p)
         worst = parts.index(max(parts))
         p[worst] = min(rung for rung in ladder if rung > p[worst])
@@ -124,7 +108,7 @@ def calmed(problem: Problem, p: Sequence[float], ladder: Sequence[float]) -> lis
 def undrowned(problem: Problem, p: Sequence[float]) -> list[float]:
     """``p`` with the noisiest units exact, until V ≤ (‖g‖² + σ²)/3; most often ``p`` itself."""
     p = list(p)
-    while problem.added(p) > DROWNED * problem.total:
+    while problem.added(p) > DROWNED:
         parts = problem.parts(p)
         p[parts.index(max(parts))] = 1.0
     return p

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .controller import Probe
 
@@ -23,18 +24,13 @@ def agreed(probe: Probe, device: torch.device) -> Probe:
     world = distributed.get_world_size()
     if world == 1:
         return probe
-    numbers = [*_flat(astuple(probe))]
+    numbers, shape = tree_flatten(astuple(probe))
     wide = torch.float32 if device.type == "mps" else torch.float64
     # Gloo reduces on the CPU, NCCL on its own device.
     place = torch.device("cpu") if distributed.get_backend() == "gloo" else device
-    found = torch.tensor(numbers, dtype=wide, device=place)
-    distributed.all_reduce(found)
-    mean = iter((found / world).tolist())
-    values: list[Any] = [
-        tuple(next(mean) for _ in value) if isinstance(value, tuple) else next(mean)
-        for value in astuple(probe)
-    ]
-    return Probe(*values)
+    sums = torch.tensor(numbers, dtype=wide, device=place)
+    distributed.all_reduce(sums)
+    return Probe(*tree_unflatten((sums / world).tolist(), shape))
 
 
 def check_plain(model: nn.Module) -> None:
@@ -60,11 +56,3 @@ def check_plain(model: nn.Module) -> None:
             "and train compiled = torch.compile(plain): probes then run, and are timed, eagerly, "
             "and each move of a budget compiles once"
         )
-
-
-def _flat(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, tuple):
-            yield from value
-        else:
-            yield value

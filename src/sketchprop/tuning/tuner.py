@@ -8,19 +8,19 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
+from functools import partial
+from statistics import fmean, median
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from ..core.checks import check_budget
-from ..core.stopwatch import synchronise
+from ..core.stopwatch import timed
 from ..layers import SketchedModule
 from ..layers.isolation import no_gradient_hooks
-from ..meters.monitor import Writer
-from ..meters.noise.metric import Pace, adaptive, noise_of, ready
-from ..meters.noise.passes import Gradients, Loss
+from ..meters.noise.gradients import Gradients, Loss, squared_distance
+from ..meters.noise.pace import Pace, adaptive, noise_by_parameter, ready
 from ..meters.restore import check_model, restored
 from ..sketches import AnySketch, Tokens
 from .controller import Controller, Probe, affordable, check_ladder
@@ -34,29 +34,38 @@ RECENT = 65
 """Steps from whose times the median is taken."""
 
 
+class Writer(Protocol):
+    """What takes the numbers; TensorBoard's ``SummaryWriter`` is one."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+
+
 class Tuner:
     """Moves the budgets of a sketched model while it trains, so that time × noise is least.
 
     Call it with each step's batch; ``sketch_`` has said before which layers or blocks and by
-    which sketch. It begins with exact gradients (``start``: another rung of the ladder) and
+    which sketch. It begins with exact gradients (``start``: another rung of the ``ladder``) and
     probes from time to time: passes over the batch with one unit sketched, with all, with none,
     timed and compared. From these it takes the budgets for which T·N is least, T(p) the time of a
     step and N(p) = ‖g‖² + σ² + V(p), see ``sketchprop.tuning.rule``. Probes take at most
     ``share`` of the time of training, and ever less while the answer stays 'exact'. Training is
     not disturbed: not the gradients, the buffers, the optimizer, or the random state.
 
+    ``frozen=True`` moves nothing and leaves the sketches as they are: it watches. A probe takes
+    four passes then, so that ``share=0.04`` probes every hundredth step; its entry has ``added``,
+    V = ‖ĝ - g‖², ``sigma2``, ½‖g - g'‖² with g' of the batch before, ``noise``, the steps that V
+    adds, ``time``, that of a step over an exact one, and ``change``. Single ones are noisy, their
+    means over some entries of the log are not.
+
     ``optimizer``: noise counts by the steps that it costs this one, SGD or Adam.
     ``steps``: how many training has. Probes are then spread over it, the first of them early, which
     a short training needs; without it the first comes when its share of the time has passed. The
     callbacks say it themselves, see ``expect``.
     ``groups``: at most so many groups of neighbouring units have budgets of their own.
-    ``gain``: a move has to promise more than that. ``frozen=True`` probes and moves nothing.
-    ``couple=True`` multiplies the learning rate in each step of the optimizer by
-    κ = (‖g‖² + σ²)/(‖g‖² + σ² + V), or by √κ if it is like Adam.
     Guards act at probes only: between two of them nothing watches the noise. In several processes
     give each the model inside of DDP: they share what they measure, and decide alike.
-    ``log``: every decision, a plain dict; ``writer`` gets its numbers, TensorBoard for example,
-    under names that begin with ``prefix``. ``clock``: what seconds are read from.
+    ``log``: every decision, a plain dict; ``writer`` gets its numbers, TensorBoard for example.
+    ``clock``: what seconds are read from.
 
         sp.sketch_(model, sp.Tokens(0.3))
         tuner = sp.Tuner(model, loss_fn, optimizer=optimizer)
@@ -76,41 +85,39 @@ class Tuner:
         start: float = 1.0,
         ladder: Sequence[float] = LADDER,
         groups: int = 8,
-        gain: float = 0.02,
         frozen: bool = False,
-        couple: bool = False,
         writer: Writer | None = None,
-        prefix: str = "sketchprop/tuner/",
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        _check(share, groups, gain, couple, optimizer)
+        if not 0 < share <= 1:
+            raise ValueError(f"share={share!r} of the time; give for example 0.03")
+        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+            raise ValueError(
+                f"groups={groups!r}; give how many may have budgets of their own, as 8"
+            )
         check_model(model)
         check_plain(model)
-        rungs = check_ladder(ladder)
-        if check_budget(start) not in rungs:
-            raise ValueError(f"start={start!r} is no rung of the ladder {rungs}")
+        self._ladder = check_ladder(ladder)
+        if check_budget(start) not in self._ladder:
+            raise ValueError(f"start={start!r} is no rung of the ladder {self._ladder}")
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
-        self.share, self.frozen = share, frozen
-        self.writer, self.prefix, self.clock = writer, prefix, clock
-        self._most, self._rung = groups, float(start)
-        self._rules: dict[str, Any] = {"ladder": rungs, "gain": gain}
+        self.share, self.frozen, self.writer, self.clock = share, frozen, writer, clock
+        # Of sketches that stay as they are all together are probed; then no rung counts.
+        self._most, self._rung = (1, 0.5) if frozen else (groups, float(start))
         self.steps: int | None = None
         self.step = 0
         self.spent = 0.0
         """Seconds that probes have taken."""
         self.log: list[dict[str, Any]] = []
-        self.kappa = 1.0
-        """(‖g‖² + σ²)/(‖g‖² + σ² + V) at the last probe."""
         self._intervals: deque[float] = deque(maxlen=RECENT)
         self._left: float | None = None
-        self._arrange(groups)
+        self._before: Any = None
+        self._arrange(self._most)
         self._sketches = {m: m.sketching.sketch for group in self.groups.values() for m in group}
         self.next_probe = self._wait()
         self._apply("not probed yet")
         if steps is not None:
             self.expect(steps)
-        if couple:
-            self._couple()
 
     def _arrange(self, most: int) -> None:
         """Groups of units, and a controller that knows nothing of them yet."""
@@ -119,7 +126,7 @@ class Tuner:
         self.controller = Controller(
             kinds=[kinds.index(kind) for kind in kinds],
             budgets=[self._rung] * len(kinds),
-            **self._rules,
+            ladder=self._ladder,
         )
 
     def expect(self, steps: int) -> None:
@@ -160,6 +167,8 @@ class Tuner:
     @property
     def budgets(self) -> dict[str, float]:
         """The budgets in force, by the names of a group's first and last unit."""
+        if self.frozen:
+            return {k: fmean(m.sketch.budget for m in group) for k, group in self.groups.items()}
         return dict(zip(self.groups, self.controller.budgets, strict=True))
 
     def __call__(self, batch: Any) -> dict[str, Any] | None:
@@ -170,6 +179,8 @@ class Tuner:
         entry = None
         if self.step >= self.next_probe and self._ready():
             entry = self._decide(batch)
+        # Only the batch just before a probe is needed: no other is kept alive.
+        self._before = batch if self.step + 1 >= self.next_probe else None
         self._left = self.clock()
         return entry
 
@@ -183,9 +194,7 @@ class Tuner:
         start = self.clock()
         probe = agreed(self._probe(batch, start), next(self.model.parameters()).device)
         self.spent += max(0.0, probe.cost)
-        decision = self.controller.learn(probe, self.frozen)
-        if "relative" in decision:
-            self.kappa = 1 / (1 + decision["relative"])
+        decision = (self.controller.watch if self.frozen else self.controller.learn)(probe)
         self._apply(f"tuned at step {self.step}: {decision['why']}")
         entry = {"step": self.step, **decision, "spent": self.spent, "budgets": self.budgets}
         self.log.append(entry)
@@ -194,63 +203,62 @@ class Tuner:
             numbers = {k: v for k, v in decision.items() if isinstance(v, float)}
             numbers |= {f"budget/{name}": p for name, p in self.budgets.items()}
             for name, value in numbers.items():
-                self.writer.add_scalar(self.prefix + name, value, self.step)
+                self.writer.add_scalar(f"sketchprop/tuner/{name}", value, self.step)
         return entry
 
     def _probe(self, batch: Any, start: float) -> Probe:
-        trial = self.controller.trial()
-        count = len(trial)
+        rungs = self.controller.probe_rungs()
+        units = range(len(rungs)) if len(rungs) > 1 else ()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         with restored(self.model) as buffers, no_gradient_hooks(parameters):
             gradients = Gradients(self.model, self.loss_fn, buffers, seed=self.step)
+
+            def exact() -> tuple[float, list[Tensor]]:
+                return timed(partial(gradients.exact, batch), gradients.device, self.clock)
+
+            def sketched(budgets: list[float]) -> tuple[float, list[float]]:
+                """Seconds, and V by parameter."""
+                self._give(budgets)
+                run = partial(gradients.sketched, batch, 0)
+                seconds, drawn = timed(run, gradients.device, self.clock)
+                return seconds, noise_by_parameter(drawn, plain)
+
             with gradients.switch.installed():
-                plain = gradients.exact(batch)
-
-                def timed(budgets: list[float] | None) -> tuple[float, list[Tensor]]:
-                    if budgets is not None:
-                        self._give(budgets)
-                    return self._timed(gradients, batch, budgets is None)
-
-                pace = Pace.of(plain, adaptive(self.optimizer))
-
-                def added(found: list[Tensor]) -> float:
-                    """V for which N/(‖g‖² + σ²) is the number of steps that are needed."""
-                    return pace.total * (pace.steps(noise_of(found, plain)) - 1)
-
-                first, _ = timed(None)
-                together, found = timed(trial)
-                noise_together = added(found)
-                alone = [(together, noise_together)] if count == 1 else []
-                for i in range(count if count > 1 else 0):
-                    seconds, found = timed([trial[k] if k == i else 1.0 for k in range(count)])
-                    alone.append((seconds, added(found)))
-                last, _ = timed(None)
+                # The first pass warms up; over the batch before it tells σ², too.
+                other = gradients.exact(batch if self._before is None else self._before)
+                first, plain = exact()
+                sigma2 = math.nan if self._before is None else squared_distance(other, plain) / 2
+                del other
+                together = sketched(rungs)
+                alone = [
+                    sketched([p if k == i else 1.0 for k, p in enumerate(rungs)]) for i in units
+                ] or [together]
+                last, _ = exact()
             # Budgets in force come back with the sketches, which ``restored`` keeps.
+        pace = Pace.of(plain, adaptive(self.optimizer))
         # The faster of two: what disturbs a pass makes it slower, and a sketch must not win by it.
         seconds = min(first, last)
         step = median(self._intervals) if self._intervals else seconds
-        now = zip(self.controller.budgets, trial, alone, strict=True)
+        now = zip(self.controller.budgets, rungs, alone, strict=True)
         # What the steps saved that were timed from call to call, as far as this probe can tell.
         saved = math.fsum((seconds - t) * (1 - p) / (1 - q) for p, q, (t, _) in now if seconds > t)
         return Probe(
             exact=seconds,
             alone=tuple(t for t, _ in alone),
-            together=together,
+            together=together[0],
             elsewhere=max(0.0, step - (seconds - saved)),
             cost=self.clock() - start,
             total=pace.total,
-            noise=tuple(v for _, v in alone),
-            noise_together=noise_together,
+            # V for which V/(‖g‖² + σ²) is the number of steps that are needed beside.
+            noise=tuple(pace.total * (pace.steps(added) - 1) for _, added in alone),
+            noise_together=pace.total * (pace.steps(together[1]) - 1),
+            added=math.fsum(together[1]),
+            sigma2=sigma2,
         )
 
-    def _timed(self, gradients: Gradients, batch: Any, exact: bool) -> tuple[float, list[Tensor]]:
-        synchronise(gradients.device)
-        start = self.clock()
-        found = gradients.exact(batch) if exact else gradients.sketched(batch, 0)
-        synchronise(gradients.device)
-        return self.clock() - start, found
-
     def _give(self, budgets: Sequence[float]) -> None:
+        if self.frozen:
+            return
         for group, budget in zip(self.groups.values(), budgets, strict=True):
             for module in group:
                 sketch = _at(self._sketches[module], budget)
@@ -263,25 +271,8 @@ class Tuner:
     def _apply(self, why: str) -> None:
         self._give(self.controller.budgets)
         for group, budget in zip(self.groups.values(), self.controller.budgets, strict=True):
-            for module in group:
+            for module in group if not self.frozen else ():
                 module.sketching.tuned = f"{'exact' if budget == 1 else f'{budget:g}'}, {why}"
-
-    def _couple(self) -> None:
-        """The rate times κ while the optimizer steps: schedulers see their own rates."""
-        before: list[Any] = []
-
-        def scale(optimizer: Any, *_: Any) -> None:
-            factor = math.sqrt(self.kappa) if adaptive(optimizer) else self.kappa
-            before[:] = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * factor
-
-        def put_back(optimizer: Any, *_: Any) -> None:
-            for group, rate in zip(optimizer.param_groups, before, strict=True):
-                group["lr"] = rate
-
-        self.optimizer.register_step_pre_hook(scale)
-        self.optimizer.register_step_post_hook(put_back)
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, texts, lists and dicts: it goes through JSON."""
@@ -290,7 +281,6 @@ class Tuner:
             "steps": self.steps,
             "next_probe": self.next_probe,
             "spent": self.spent,
-            "kappa": self.kappa,
             "groups": list(self.groups),
             "controller": self.controller.state_dict(),
             "log": [dict(entry) for entry in self.log],
@@ -307,21 +297,10 @@ class Tuner:
             )
         self.step, self.next_probe = state["step"], state["next_probe"]
         self.steps = self.steps or state["steps"]
-        self.spent, self.kappa = state["spent"], state["kappa"]
+        self.spent = state["spent"]
         self.controller = Controller.from_state(state["controller"])
         self.log = [dict(entry) for entry in state["log"]]
         self._apply("resumed")
-
-
-def _check(share: float, groups: int, gain: float, couple: bool, optimizer: Any) -> None:
-    if not 0 < share <= 1:
-        raise ValueError(f"share={share!r} of the time; give for example 0.03")
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-        raise ValueError(f"groups={groups!r}; give how many may have budgets of their own, as 8")
-    if not 0 <= gain < 1:
-        raise ValueError(f"gain={gain!r}; give a share of time × noise, for example 0.02")
-    if couple and optimizer is None:
-        raise ValueError("couple=True changes the optimizer's rate: give optimizer= with it")
 
 
 def _groups(model: nn.Module, most: int) -> dict[str, list[Any]]:

@@ -1,9 +1,8 @@
 """``advise``: what fits a model, measured on it, and the one that pays, if any; ``trial``."""
 
+from .advice import Advice, Option
 from .advise import advise
-from .answer import Advice, Option
 from .candidates import Candidate
-from .race import trial
-from .trial import Moment, Trial, Way
+from .trial import Moment, Trial, Way, trial
 
 __all__ = ["Advice", "Candidate", "Moment", "Option", "Trial", "Way", "advise", "trial"]

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from time import monotonic
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ...core.stopwatch import unhurried
 from ...layers.transform import unsketch_
 from ...sketches import Tokens
+from ..batches import different
 from ..cost.timing import seconds_of_a_pass
-from ..noise.metric import adaptive, ready
-from ..noise.passes import Loss
+from ..noise.gradients import Loss
+from ..noise.pace import adaptive, ready
 from ..noise.variance import Progress
-from ..restore import check_model, restored
-from .answer import Advice, Option
+from ..restore import check_minutes, check_model, check_sketchable, restored
+from .advice import OUT_OF_TIME, Advice, Option
 from .candidates import Candidate, candidates, rows_seen, wasted
 from .meter import FOR_HALF, LEAST_PASSES, Meter
-from .race import trial as run_trial
+from .trial import trial as run_trial
 
 MOST_BATCHES = 8
 USED = 0.95
@@ -48,9 +48,11 @@ def advise(
     For each the time of a step (in turns with exact ones, the optimizer's own added; on one thread
     where other programs have the cores) and the noise that it adds, in about ``minutes``. What
     counts is the time to equal quality over exact: the time of a step, times
-    (‖g‖² + σ² + V)/(‖g‖² + σ²) with SGD, or what Adam makes of V (``meters/noise/metric.py``).
+    (‖g‖² + σ² + V)/(‖g‖² + σ²) with SGD, or what Adam makes of V (``meters/noise/pace.py``).
 
-    ``batches``: at least two, better eight, of a list or a loader; no more are taken.
+    ``batches``: at least two different ones, better eight, of a list or a loader; no more are
+    taken. V of a batch is held against its own ‖g‖², and one with a huge gradient counts at most
+    as four usual ones.
     ``optimizer``: the one that trains; steps are counted as it sees noise, and its own time is
     timed, on a copy. Ask after some hundred steps of training, not at the first: noise changes.
     ``progress`` is told the share that is done.
@@ -64,29 +66,34 @@ def advise(
         advice.apply_(model)
     """
     check_model(model)
+    check_sketchable(model)
+    check_minutes(minutes, 2)
     if trial and optimizer is None:
         raise ValueError("trial= trains for a while: give optimizer= with it")
-    taken = take_batches(batches, minutes)
+    taken = different(islice(iter(batches), MOST_BATCHES))
+    if len(taken) < 2:
+        raise ValueError(
+            f"{len(taken)} different batches were given; σ² is the variance between batches: "
+            f"give at least two, better {MOST_BATCHES}, as training draws them"
+        )
     start = monotonic()
     with unhurried(next(model.parameters()).device) as busy:
-        advice, chosen = _advised(
-            model, loss_fn, taken, optimizer, minutes, control, progress, seed
-        )
+        advice = _advised(model, loss_fn, taken, optimizer, minutes, control, progress, seed)
         if busy:
             advice = replace(advice, warnings=(busy, *advice.warnings))
         if trial:
-            found = run_trial(
+            outcome = run_trial(
                 model,
                 loss_fn,
                 batches,
                 optimizer,
-                chosen,
+                advice.candidates[advice.closest.name],
                 minutes=trial,
                 control=control,
                 progress=progress,
                 seed=seed,
             )
-            advice = replace(advice, trial=found)
+            advice = replace(advice, trial=outcome)
     return replace(advice, seconds=monotonic() - start)
 
 
@@ -99,8 +106,7 @@ def _advised(
     control: bool,
     progress: Progress | None,
     seed: int,
-) -> tuple[Advice, Candidate]:
-    """The answer, and the candidate that comes closest."""
+) -> Advice:
     end = monotonic() + 60 * minutes * USED
     with restored(model) as buffers:
         unsketch_(model)
@@ -121,8 +127,7 @@ def _advised(
         half = meter.half(end - monotonic()) if control else None
         if progress is not None:
             progress(1.0)
-        _check_tried(options, minutes)
-        known = {candidate.name: candidate for candidate in tried}
+        _check_tried(options, told, minutes)
         advice = Advice(
             options=tuple(options),
             control=half,
@@ -131,11 +136,11 @@ def _advised(
             batches=len(taken),
             seconds=0.0,
             warnings=(),
-            candidates=known,
+            candidates={candidate.name: candidate for candidate in tried},
         )
-        chosen = known[advice.closest.name]
-        told += _told(options, labelled, optimizer, known) + wasted(chosen, model)
-    return replace(advice, warnings=tuple(told)), chosen
+        told += meter.outliers() + _told(advice, labelled, optimizer)
+        told += wasted(advice.candidates[advice.closest.name], model)
+    return replace(advice, warnings=tuple(told))
 
 
 def _tried(
@@ -144,57 +149,43 @@ def _tried(
     """Each candidate measured; the first, the most promising, at the cost of the last."""
     options: list[Option] = []
     for i, candidate in enumerate(tried):
-        left = end - monotonic() - FOR_HALF * meter.a_pass
-        share = max(left / (len(tried) - i), LEAST_PASSES * meter.a_pass)
-        options.append(meter.measured(candidate, min(share, left)))
+        remaining = end - monotonic() - FOR_HALF * meter.a_pass
+        share = max(remaining / (len(tried) - i), LEAST_PASSES * meter.a_pass)
+        options.append(meter.measured(candidate, min(share, remaining)))
         if progress is not None:
             progress((i + 1) / (len(tried) + 1))
     return options
 
 
-def _check_tried(options: Sequence[Option], minutes: float) -> None:
-    if all(option.change is None for option in options):
-        raise ValueError(
-            f"nothing could be tried; {options[0].name}: {options[0].note}. Give more, "
-            f"minutes={2 * minutes:g}, or smaller batches"
-        )
+def _check_tried(options: Sequence[Option], told: Sequence[str], minutes: float) -> None:
+    if any(option.change is not None for option in options):
+        return
+    notes = dict.fromkeys([*(f"{o.name}: {o.note}" for o in options), *told])
+    advice = ""
+    if any(option.note == OUT_OF_TIME for option in options):
+        advice = f". Give more, minutes={2 * minutes:g}, or smaller batches"
+    raise ValueError(f"nothing could be tried; {'; '.join(notes)}{advice}")
 
 
-def take_batches(batches: Iterable[Any], minutes: float) -> list[Any]:
-    """The first few, each once."""
-    if isinstance(minutes, bool) or not minutes > 0:
-        raise ValueError(f"minutes={minutes!r} is no time; give for example minutes=2")
-    taken = list(islice(iter(batches), MOST_BATCHES))
-    different = list({tuple(map(id, tree_leaves(batch))): batch for batch in taken}.values())
-    if len(different) < 2:
-        raise ValueError(
-            f"{len(different)} different batches were given; σ² is the variance between batches: "
-            f"give at least two, better {MOST_BATCHES}, as training draws them"
-        )
-    return different
-
-
-def _told(
-    options: Sequence[Option], labelled: bool, optimizer: Any, known: Mapping[str, Candidate]
-) -> list[str]:
+def _told(advice: Advice, labelled: bool, optimizer: Any) -> list[str]:
     """What the measurements warn of."""
-    found = []
-    kept = [o.name for o in options if isinstance(known[o.name].sketch, Tokens)]
-    if labelled and kept:
-        found.append(
-            f"each token has a label of its own: dropping tokens ({kept[0]}) adds noise as "
+    texts = []
+    tokens = [name for name, c in advice.candidates.items() if isinstance(c.sketch, Tokens)]
+    if labelled and tokens:
+        texts.append(
+            f"each token has a label of its own: dropping tokens ({tokens[0]}) adds noise as "
             "dropping labels would; a loss for each token is best left exact"
         )
     if optimizer is None:
-        found.append(
+        texts.append(
             "no optimizer was given: its own time is not counted, and noise counts as for SGD; "
             "with Adam it may cost more, or less"
         )
-    if optimizer is not None and adaptive(optimizer) and not ready(optimizer):
-        found.append(
+    elif adaptive(optimizer) and not ready(optimizer):
+        texts.append(
             "the optimizer has not made a step yet, and noise changes while a model trains: ask "
             "again after some hundred steps (--steps 200 on the command line)"
         )
-    if any(option.sound and (option.noise or 0.0) > 0.1 for option in options):
-        found.append("gradient clipping is not seen: noise that it cuts makes the mean biased")
-    return found
+    if any(option.sound and (option.noise or 0.0) > 0.1 for option in advice.options):
+        texts.append("gradient clipping is not seen: noise that it cuts makes the mean biased")
+    return texts

@@ -14,8 +14,8 @@ from ...layers.select import blocks_of, everything, sketchable_layers
 from ...layers.transform import sketch_
 from ...layers.validate import Finding, findings
 from ...sketches import L1, AnySketch, Rows, Tokens
-from ..noise.passes import Loss, scalar_loss
-from ..restore import hooked
+from ..noise.gradients import Loss, scalar_loss
+from ..restore import call_hooks
 
 FEW_ZEROS = 0.05
 """Rows of zeros, below which it is not worth looking for them."""
@@ -63,24 +63,24 @@ def candidates(model: nn.Module, live: float) -> tuple[list[Candidate], list[str
     share = live if live < 1 - FEW_ZEROS else 1.0
     free = [Candidate(Rows(1.0, by="nonzero"))] if share < 1 else []
     # Nothing is surer than what adds no noise.
-    found = [*free] if share <= MANY_ZEROS else []
+    fitting = [*free] if share <= MANY_ZEROS else []
     if blocks_of(model):
         # Where most rows are zero, all others can be kept for little.
         budgets = (0.3, 0.5, 0.2) if share > MANY_ZEROS else (1.1, 0.6, 0.3)
-        found += [Candidate(Tokens(round(p * share, 3))) for p in budgets]
-    found += [] if share <= MANY_ZEROS else free
+        fitting += [Candidate(Tokens(round(p * share, 3))) for p in budgets]
+    fitting += [] if share <= MANY_ZEROS else free
     rows = round(0.3 * share, 3)
-    found += [Candidate(Rows(rows)), Candidate(Rows(0.3, unit="sample"), everywhere=True)]
-    found.append(Candidate(L1(0.3)))
-    kept: list[Candidate] = []
-    told: dict[str, str] = {}
-    for candidate in found:
+    fitting += [Candidate(Rows(rows)), Candidate(Rows(0.3, unit="sample"), everywhere=True)]
+    fitting.append(Candidate(L1(0.3)))
+    harmless: list[Candidate] = []
+    warnings: dict[str, str] = {}
+    for candidate in fitting:
         harm = [finding for finding in candidate.findings(model) if finding.level == "harm"]
         for finding in harm:
-            told.setdefault(finding.name, f"{finding}. Such sketches were not tried")
+            warnings.setdefault(finding.name, f"{finding}. Such sketches were not tried")
         if not harm:
-            kept.append(candidate)
-    return kept, list(told.values())
+            harmless.append(candidate)
+    return harmless, list(warnings.values())
 
 
 def wasted(candidate: Candidate, model: nn.Module) -> list[str]:
@@ -118,7 +118,7 @@ def rows_seen(model: nn.Module, loss_fn: Loss, batch: Any) -> Rowed:
         tokens.append(G.dim() > 2 and G.shape[-2] > 1)
 
     linear = [m for m in sketchable_layers(model).values() if not _has_kernel(m)]
-    with hooked(linear, after=watch):
+    with call_hooks(linear, after=watch):
         parameters = [p for p in model.parameters() if p.requires_grad]
         loss = scalar_loss(loss_fn, model, batch)
         torch.autograd.grad(loss, parameters, allow_unused=True)

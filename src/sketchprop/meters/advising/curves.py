@@ -62,8 +62,8 @@ def loss_at(moment: float, falling: Curve) -> float:
     return falling[-1][1]
 
 
-def time_ratio(exact: Curve, own: Curve) -> float | None:
-    """The time that ``own`` takes to a loss over that of ``exact``; None if none fell.
+def time_ratio(exact: Curve, other: Curve) -> float | None:
+    """The time that ``other`` takes to a loss over that of ``exact``; None if none fell.
 
     The geometric mean over moments of the slower one: when had the faster one its loss? One loss,
     say the lowest, would be met by luck as often as by learning, more often by the slower of two.
@@ -71,9 +71,9 @@ def time_ratio(exact: Curve, own: Curve) -> float | None:
     >>> round(time_ratio([(0, 5.0), (4, 1.0)], [(0, 5.0), (2, 3.5), (4, 2.0)]), 6)
     1.333333
     """
-    if not all(math.isfinite(loss) for _, loss in (*exact, *own)):
+    if not all(math.isfinite(loss) for _, loss in (*exact, *other)):
         return None
-    slow, fast = levels(own), levels(exact)
+    slow, fast = levels(other), levels(exact)
     behind = slow[-1][1] >= fast[-1][1]
     if not behind:
         slow, fast = fast, slow

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import fmean, median, stdev
+from statistics import fmean, median, median_low, stdev
 from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from ...core.random import seed_generators
-from ...core.stopwatch import clock_of, in_turns, synchronise
+from ...core.stopwatch import in_turns, timed
 from ...layers.isolation import no_gradient_hooks
-from ..cost.memory import bytes_of
-from ..cost.timing import Times, compare, times_of
-from ..noise.metric import Pace, adaptive, noise_of
-from ..noise.passes import Gradients, Loss, scalar_loss, squared_norm
-from ..restore import Buffers, restored, tensors_in
-from .answer import DROWNED, OUT_OF_TIME, Option
+from ..batches import halved
+from ..cost.memory import saved_bytes
+from ..cost.timing import Times, compare, step_times
+from ..noise.gradients import Gradients, Loss, one_pass, squared_norm
+from ..noise.pace import DROWNED, HUGE, Pace, adaptive, noise_by_parameter
+from ..restore import Buffers, restored
+from .advice import OUT_OF_TIME, Option
 from .candidates import Candidate
+from .trial import HALF
 
-NOISE_BATCHES = 3
 MOST_DRAWS = 4
 MOST_ROUNDS = 9
 LEAST_PASSES = 6
@@ -35,6 +35,8 @@ FOR_TIMES = 7
 """Passes for two rounds of times, and one to warm up; without them those of the draws count."""
 FOR_HALF = 5
 """Passes for the control: two rounds, and one to warm up."""
+OUTLYING = 10
+"""Times the usual ‖g‖² that counts at most: from here on a batch is told of."""
 
 
 class _Draw(NamedTuple):
@@ -54,17 +56,51 @@ class Meter:
         loss_fn: Loss,
         batches: Sequence[Any],
         optimizer: Any,
-        seed_: int,
+        seed: int,
         a_pass: float,
     ) -> None:
         self.model, self.loss_fn, self.batches = model, loss_fn, batches
-        self.seed, self.a_pass = seed_, a_pass
+        self.seed, self.a_pass, self.divides = seed, a_pass, adaptive(optimizer)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.bytes = bytes_of(model, loss_fn, batches[0]).total
+        self.device = self.parameters[0].device
+        self.bytes = saved_bytes(model, loss_fn, batches[0]).total
         self.elsewhere = optimizer_seconds(optimizer)
-        self.pace, self.between = self._of_batches(adaptive(optimizer))
+        self.weights = [1.0] * len(batches)
+        self.squares, self.of_mean = self._of_batches()
+        norms = list(map(math.fsum, self.squares))
+        limit = HUGE * median_low(norms) or math.inf
+        self.weights = [min(1.0, limit / max(norm, limit)) for norm in norms]
+        if min(self.weights) < 1:
+            self.squares, self.of_mean = self._of_batches()
+        self.pace = self.pace_of(len(batches))
         if not 0 < self.pace.total < math.inf:
             raise ValueError("the gradient is zero, or not finite, on these batches")
+
+    def _of_batches(self) -> tuple[list[list[float]], list[float]]:
+        """‖g_k‖² by parameter of each batch, and ‖ḡ‖² of their mean, with their weights."""
+        squares = []
+        mean = [torch.zeros_like(p) for p in self.parameters]
+        for batch, weight in zip(self.batches, self.weights, strict=True):
+            seed_generators(self.device, self.seed)
+            gradient = one_pass(self.loss_fn, self.model, batch, self.parameters)
+            for total, g in zip(mean, gradient, strict=True):
+                if g is not None:
+                    total.add_(math.sqrt(weight) * g / len(self.batches))
+            squares.append([0.0 if g is None else weight * squared_norm(g) for g in gradient])
+        return squares, list(map(squared_norm, mean))
+
+    def pace_of(self, count: int) -> Pace:
+        """Of the first ``count`` batches, with the signal of all."""
+        squares = tuple(fmean(of_one) for of_one in zip(*self.squares[:count], strict=True))
+        sizes = tuple(p.numel() for p in self.parameters)
+        return Pace(sizes, squares, tuple(self.of_mean), self.divides)
+
+    @property
+    def between(self) -> list[float]:
+        """σ² = M(Σ‖g_k‖²/M - ‖ḡ‖²)/(M - 1) of each parameter."""
+        count = len(self.batches)
+        pairs = zip(self.pace.squares, self.of_mean, strict=True)
+        return [max(0.0, count * (s - m) / (count - 1)) for s, m in pairs]
 
     @property
     def signal(self) -> float:
@@ -72,25 +108,14 @@ class Meter:
         sigma2 = math.fsum(self.between)
         return max(0.0, self.pace.total - sigma2) / sigma2 if sigma2 else math.inf
 
-    def _of_batches(self, divides: bool) -> tuple[Pace, list[float]]:
-        """Gradients of the batches; and σ² = (Σ‖g_k‖² - M‖ḡ‖²)/(M - 1) of each parameter."""
-        count = len(self.batches)
-        mean = [torch.zeros_like(p) for p in self.parameters]
-        squares = [0.0] * len(mean)
-        for batch in self.batches:
-            seed_generators(self.parameters[0].device, self.seed)
-            loss = scalar_loss(self.loss_fn, self.model, batch)
-            found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-            for i, g in enumerate(found):
-                if g is not None:
-                    mean[i] += g / count
-                    squares[i] += squared_norm(g) / count
-        of_mean = [squared_norm(x) for x in mean]
-        between = [
-            max(0.0, count * (s - m) / (count - 1)) for s, m in zip(squares, of_mean, strict=True)
+    def outliers(self) -> list[str]:
+        """What there is to say of batches with a huge gradient."""
+        return [
+            f"batch {i + 1} of {len(self.weights)} has a gradient {math.sqrt(HUGE / weight):.2g} "
+            f"times as long as usual: it counts as {HUGE:g} usual ones; look at what is in it"
+            for i, weight in enumerate(self.weights)
+            if OUTLYING * weight < 1
         ]
-        sizes = tuple(p.numel() for p in self.parameters)
-        return Pace(sizes, tuple(squares), tuple(of_mean), divides), between
 
     def measured(self, candidate: Candidate, seconds: float) -> Option:
         """Time, noise and bytes of a candidate, in about so many ``seconds``."""
@@ -103,22 +128,23 @@ class Meter:
                 candidate.apply_(self.model)
             except ValueError as error:
                 return replace(option, note=f"does not fit: {error}")
-            draws = self._draws(buffers, seconds / self.a_pass)
+            draws, count = self._draws(buffers, seconds / self.a_pass)
             buffers.restore()
-            saved = bytes_of(self.model, self.loss_fn, self.batches[0]).total
-            left = seconds - (monotonic() - begin)
+            saved = saved_bytes(self.model, self.loss_fn, self.batches[0]).total
+            remaining = seconds - (monotonic() - begin)
             times = _times_of(draws)
             passes = len(draws) + times.rounds + 1
             self.a_pass = (monotonic() - begin) / passes  # a machine may get busier on the way
-            if left > FOR_TIMES * self.a_pass:
-                batch = self.batches[0]
-                times = times_of(self.model, self.loss_fn, batch, (2, MOST_ROUNDS), left)
+            if remaining > FOR_TIMES * self.a_pass:
+                rounds = (2, MOST_ROUNDS)
+                times = step_times(self.model, self.loss_fn, self.batches[0], rounds, remaining)
             times = times.with_overhead(self.elsewhere)
+        pace = self.pace_of(count)
         by_parameter = zip(*(draw.noise for draw in draws), strict=True)
-        noise = self.pace.steps([fmean(own) for own in by_parameter]) - 1
+        noise = pace.steps(list(map(fmean, by_parameter))) - 1
         if not math.isfinite(noise):
             return replace(option, note="its gradient is not finite")
-        spread = stdev([self.pace.steps(d.noise) for d in draws]) / math.sqrt(len(draws))
+        spread = stdev([pace.steps(d.noise) for d in draws]) / math.sqrt(len(draws))
         return replace(
             option,
             time=times.ratio,
@@ -129,54 +155,46 @@ class Meter:
             note="its noise drowns the gradient" if noise > DROWNED else "",
         )
 
-    def _draws(self, buffers: Buffers, passes: float) -> list[_Draw]:
-        """Some draws on some batches; half of the passes at most."""
-        gradients = Gradients(self.model, self.loss_fn, buffers, self.seed)
-        batches = self.batches[:NOISE_BATCHES] if passes > 4 * LEAST_PASSES else self.batches[:2]
-        count = max(1, min(MOST_DRAWS, int(passes / 2 / len(batches)) - 1))
-        found = []
-        with gradients.switch.installed():
-            for batch in batches:
-                exact_seconds, exact = self._timed(partial(gradients.exact, batch))
-                for number in range(count):
-                    seconds, drawn = self._timed(partial(gradients.sketched, batch, number))
-                    found.append(_Draw(noise_of(drawn, exact), exact_seconds, seconds))
-        return found
+    def _draws(self, buffers: Buffers, passes: float) -> tuple[list[_Draw], int]:
+        """Draws on as many batches as half of the passes allow, and how many these are.
 
-    def _timed(self, run: Callable[[], list[Tensor]]) -> tuple[float, list[Tensor]]:
-        device = self.parameters[0].device
-        clock = clock_of(device)
-        synchronise(device)
-        begin = clock()
-        found = run()
-        synchronise(device)
-        return clock() - begin, found
+        Their V is held against their own ‖g‖², with the same weights.
+        """
+        gradients = Gradients(self.model, self.loss_fn, buffers, self.seed)
+        count = min(len(self.batches), max(2, int(passes / 4)))
+        numbers = range(max(1, min(MOST_DRAWS, int(passes / 2 / count) - 1)))
+        draws = []
+        with gradients.switch.installed():
+            for batch, weight in zip(self.batches[:count], self.weights, strict=False):
+                exact_seconds, exact = timed(partial(gradients.exact, batch), self.device)
+                for number in numbers:
+                    run = partial(gradients.sketched, batch, number)
+                    seconds, drawn = timed(run, self.device)
+                    noise = [weight * v for v in noise_by_parameter(drawn, exact)]
+                    draws.append(_Draw(noise, exact_seconds, seconds))
+        return draws, count
 
     def half(self, seconds: float) -> Option | None:
         """Half of the batch, exact: σ² doubles. ``None`` where the batch cannot be cut."""
-        whole = self.batches[0]
-        part = halved(whole)
+        part = halved(self.batches[0])
         if part is None:
             return None
         if seconds < FOR_HALF / 2 * self.a_pass:
-            return Option("half of the batch", "", note=OUT_OF_TIME)
-
-        def step(batch: Any) -> None:
-            loss = scalar_loss(self.loss_fn, self.model, batch)
-            torch.autograd.grad(loss, self.parameters, allow_unused=True)
-
-        device = self.parameters[0].device
-        actions = [lambda: step(whole), lambda: step(part)]
+            return Option(HALF, "", note=OUT_OF_TIME)
+        actions = [
+            partial(one_pass, self.loss_fn, self.model, batch, self.parameters)
+            for batch in (self.batches[0], part)
+        ]
         try:
             with no_gradient_hooks(self.parameters):
-                times = compare(*in_turns(actions, (2, MOST_ROUNDS), device, seconds))
+                times = compare(*in_turns(actions, (2, MOST_ROUNDS), self.device, seconds))
         except Exception:
             return None  # a batch that means something as a whole
         times = times.with_overhead(self.elsewhere)
         noise = self.pace.steps(self.between) - 1
         change, error = times.ratio * (1 + noise), (1 + noise) * times.ratio_error
         note = "the control: exact gradients of fewer samples"
-        return Option("half of the batch", "", times.ratio, noise, change, error, note=note)
+        return Option(HALF, "", times.ratio, noise, change, error, note=note)
 
 
 def optimizer_seconds(optimizer: Any) -> float:
@@ -191,42 +209,14 @@ def optimizer_seconds(optimizer: Any) -> float:
         trained = [p for group in twin.param_groups for p in group["params"] if p.requires_grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
-        device = trained[0].device
-        clock, found = clock_of(device), []
-        for _ in range(3):
-            synchronise(device)
-            begin = clock()
-            twin.step()
-            synchronise(device)
-            found.append(clock() - begin)
+        return max(0.0, min(timed(twin.step, trained[0].device)[0] for _ in range(3)))
     except Exception:
         return 0.0
-    return max(0.0, min(found))
 
 
 def _times_of(draws: Sequence[_Draw]) -> Times:
     """A ratio for each exact pass: draws that are held against the same one are one measurement."""
-    found: dict[float, list[float]] = {}
+    sketched: dict[float, list[float]] = {}
     for draw in draws:
-        found.setdefault(draw.exact, []).append(draw.sketched)
-    return compare(list(found), [median(seconds) for seconds in found.values()])
-
-
-def halved(batch: Any, second: bool = False) -> Any:
-    """One half of the samples, by the first dimension of the first tensor; ``None``: it has none.
-
-    >>> halved((torch.arange(4), "a name")), halved(torch.arange(5), second=True)
-    ((tensor([0, 1]), 'a name'), tensor([2, 3, 4]))
-    """
-    sizes = [t.shape[0] for t in tensors_in(batch) if t.dim()]
-    if not sizes or sizes[0] < 2:
-        return None
-    middle = sizes[0] // 2
-
-    def cut(leaf: Any) -> Any:
-        mine = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == sizes[0]
-        if not mine:
-            return leaf
-        return leaf[middle:] if second else leaf[:middle]
-
-    return tree_map(cut, batch)
+        sketched.setdefault(draw.exact, []).append(draw.sketched)
+    return compare(list(sketched), list(map(median, sketched.values())))

@@ -1,23 +1,47 @@
-"""The answer of ``trial``: losses against seconds, and who is ahead."""
+"""trial(): a short training, each way in turns, with the user's own optimizer and data."""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, stdev
+from time import perf_counter
 from typing import Any
 
+import torch
+from torch import nn
+
+from ...core.random import random_state_kept, seed_generators
+from ...core.stopwatch import timed, unhurried
 from ...core.table import Column, Table, as_text, words
-from ..measure import plain_data
-from ..noise.estimate import Estimate
-from ..words import change_in_words, with_error
+from ...layers.transform import unsketch_
+from ...sketches import AnySketch
+from ..batches import contents, halved
+from ..noise.estimate import Estimate, jackknife
+from ..noise.gradients import Loss, scalar_loss
+from ..noise.variance import Progress
+from ..restore import check_minutes, check_model
+from ..words import change_in_words, finite, plain_data, with_error
+from .candidates import Candidate
 from .curves import time_ratio
 
 EXACT = "exact"
 HALF = "half of the batch"
 CERTAIN = 2
 """Standard errors from which on a difference counts."""
+POINTS = 10
+"""Losses are taken so many times."""
+HELD = 4
+"""Batches that are kept apart."""
+FEWEST = 8
+"""Steps that each run must be able to make."""
+MOST_BYTES = 2**30
+"""Of batches that are held."""
+TURN = 0.3
+"""Seconds of one turn: shorter ones would meet caches that another model has filled."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +71,14 @@ class Way:
     def steps(self) -> float:
         return fmean(curve[-1].steps for curve in self.curves)
 
+    def curve(self, without: int | None = None) -> list[tuple[float, float]]:
+        """Seconds and losses, the mean of all repeats but one: all have trained equally long."""
+        repeats = [curve for i, curve in enumerate(self.curves) if i != without]
+        return [
+            (fmean(m.seconds for m in moments), fmean(m.loss for m in moments))
+            for moments in zip(*repeats, strict=True)
+        ]
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -67,21 +99,22 @@ class Trial:
         return len(self.ways[0].curves)
 
     def way(self, name: str) -> Way:
-        found = [way for way in self.ways if way.name == name]
-        if not found:
-            known = ", ".join(repr(way.name) for way in self.ways)
-            raise KeyError(f"{name!r} was not tried; there are {known}")
-        return found[0]
+        for way in self.ways:
+            if way.name == name:
+                return way
+        names = ", ".join(repr(way.name) for way in self.ways)
+        raise KeyError(f"{name!r} was not tried; there are {names}")
 
     @property
     def ahead(self) -> str:
         """The way with the least loss at the end, all having trained equally long."""
-        return min(self.ways, key=lambda way: _or_infinite(way.loss.value)).name
+        losses = {way.name: way.loss.value for way in self.ways}
+        return min(losses, key=lambda name: losses[name] if losses[name] < math.inf else math.inf)
 
     def gain(self, name: str) -> Estimate:
         """The loss of exact training less that of ``name`` at the end; above 0 it is ahead."""
         pairs = zip(self.ways[0].curves, self.way(name).curves, strict=True)
-        return _estimate([exact[-1].loss - own[-1].loss for exact, own in pairs])
+        return _estimate([exact[-1].loss - other[-1].loss for exact, other in pairs])
 
     def change(self, name: str) -> Estimate | None:
         """The time to a loss that both reach, over exact's; ``None`` if none fell.
@@ -89,22 +122,16 @@ class Trial:
         Of the mean curves of all repeats, in the mean over most of the time; its error from
         leaving out one repeat after the other.
         """
-        exact, own = (way.curves for way in (self.ways[0], self.way(name)))
-        value = time_ratio(_mean_curve(exact), _mean_curve(own))
+        exact, other = self.ways[0], self.way(name)
+        value = time_ratio(exact.curve(), other.curve())
         if value is None:
             return None
-        count = self.repeats
-        others = [
-            time_ratio(_mean_curve(_without(exact, i)), _mean_curve(_without(own, i)))
-            for i in range(count)
-            if count > 1
-        ]
-        known = [ratio for ratio in others if ratio is not None]
-        if count == 1 or len(known) < count:
+        count = self.repeats if self.repeats > 1 else 0
+        parts = [time_ratio(exact.curve(i), other.curve(i)) for i in range(count)]
+        ratios = [part for part in parts if part is not None]
+        if not parts or len(ratios) < len(parts):
             return Estimate(value, math.inf)
-        middle = fmean(known)
-        spread = (count - 1) / count * math.fsum((ratio - middle) ** 2 for ratio in known)
-        return Estimate(value, math.sqrt(spread))
+        return jackknife(count, ratios.__getitem__, value)
 
     def certain(self, name: str) -> bool:
         """Whether ``name`` and exact differ at the end by more than two standard errors."""
@@ -116,10 +143,7 @@ class Trial:
             way.name: {"gain": self.gain(way.name), "change": self.change(way.name)}
             for way in self.ways[1:]
         }
-        facts = {"different": self.different, "held": self.held, "seconds": self.seconds,
-                 "busy": self.busy}  # fmt: skip
-        answer = {"ahead": self.ahead, "compared": compared, "ways": self.ways, **facts}
-        data: dict[str, Any] = plain_data(answer)
+        data: dict[str, Any] = plain_data({"ahead": self.ahead, "compared": compared, **vars(self)})
         return data
 
     def headline(self) -> str:
@@ -149,15 +173,14 @@ class Trial:
             *(words("way"), Column("steps", ".0f"), Column("loss", ".4g"), Column("±", ".2g")),
             *(Column("time to its loss", ".3f"), Column("± ", ".2g")),
         )
-        rows = []
-        for way in self.ways:
-            change = self.change(way.name)
-            rows.append(
-                (
-                    *(way.name, way.steps, way.loss.value, _finite(way.loss.error)),
-                    *(change and change.value, change and _finite(change.error)),
-                )
+        changes = {way: self.change(way.name) for way in self.ways}
+        rows = [
+            (
+                *(way.name, way.steps, way.loss.value, finite(way.loss.error)),
+                *(change and change.value, change and finite(change.error)),
             )
+            for way, change in changes.items()
+        ]
         note = (
             f"All began with the same weights and trained in turns, equally long, {self.repeats} "
             f"times; losses on {self.held} batches kept apart; {self.different} batches trained "
@@ -171,29 +194,261 @@ class Trial:
         return as_text(self)
 
 
-Curves = Sequence[Sequence[Moment]]
-
-
-def _mean_curve(curves: Curves) -> list[tuple[float, float]]:
-    """Their mean at each moment: all repeats have trained equally long then."""
-    return [
-        (fmean(m.seconds for m in moments), fmean(m.loss for m in moments))
-        for moments in zip(*curves, strict=True)
-    ]
-
-
-def _without(curves: Curves, place: int) -> Curves:
-    return [curve for i, curve in enumerate(curves) if i != place]
-
-
 def _estimate(values: Sequence[float]) -> Estimate:
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return Estimate(fmean(values), error)
 
 
-def _or_infinite(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
+def trial(
+    model: nn.Module,
+    loss_fn: Loss,
+    batches: Iterable[Any],
+    optimizer: torch.optim.Optimizer,
+    sketch: AnySketch | Candidate,
+    *,
+    minutes: float = 5,
+    repeats: int = 2,
+    control: bool = True,
+    progress: Progress | None = None,
+    seed: int = 0,
+    clock: Callable[[], float] = perf_counter,
+) -> Trial:
+    """Trains exact, with ``sketch``, and exact with half of each batch, in turns, and compares.
+
+    Copies of the model and of the optimizer train, from the weights and the state that they have
+    now, on the same batches in the same order, equally many seconds each, ``repeats`` times on
+    different batches. The first batches are kept apart, by what they hold: on them losses are
+    taken, and a batch that shares a sample with them is not trained on. What else a loop of yours
+    does (clipping, schedules of the rate) is not in it. Of ``batches`` one pass is drawn and held
+    in memory, a gigabyte at most; where it ends it is used again. Where other programs have the
+    cores all train on one thread, and the answer says so. ``control=False``: without half of the
+    batch. ``progress`` is told the share that is done; ``seed``: of the draws; ``clock``: what
+    seconds are read from.
+
+    The model, optimizer, buffers and random state are not touched, also not by Ctrl-C.
+
+        found = trial(model, loss_fn, loader, optimizer, sp.Tokens(0.3), minutes=5)
+        print(found)                            # who is ahead, and by how much
+    """
+    check_model(model)
+    check_minutes(minutes, 5)
+    _check_training(model, optimizer, repeats)
+    candidate = sketch if isinstance(sketch, Candidate) else Candidate(sketch)
+    device = next(p.device for p in model.parameters() if p.requires_grad)
+    with (
+        unhurried(device) as busy,
+        random_state_kept(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        start = clock()
+        stream = _Stream(batches)
+        runs = _runs(model, optimizer, candidate, stream, repeats, control, seed)
+        race = _Race(runs, loss_fn, stream.held, clock, device)
+        race.check_time(start, minutes)
+        race.evaluate()
+        for point in range(1, POINTS + 1):
+            race.train(start, 60 * minutes, point / POINTS, progress)
+            race.evaluate()
+    ways = tuple(
+        Way(
+            name,
+            candidate.line if name == candidate.name else "",
+            tuple(tuple(run.curve) for run in runs if run.name == name),
+        )
+        for name in dict.fromkeys(run.name for run in runs)
+    )
+    return Trial(ways, stream.count, HELD, clock() - start, busy)
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+class _Stream:
+    """Batches by number, drawn once, for all who train on them; used again where they end.
+
+    The first ``HELD`` are kept apart. Ways differ in speed, so that all that was drawn is held;
+    where that fills ``MOST_BYTES`` it is used again.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._room = MOST_BYTES
+        self._source = iter(batches)
+        self.held = list(itertools.islice(self._source, HELD))
+        apart = [contents(batch) for batch in self.held]
+        self._seen = {each.whole for each in apart}
+        if len(self._seen) < HELD:
+            raise ValueError(
+                f"{len(self._seen)} different batches were given; a trial keeps {HELD} apart and "
+                "trains on others: give as many as training has"
+            )
+        samples = [sample for each in apart for sample in each.samples]
+        # Of samples that are not all different, as rows of few bits, none is known again.
+        self._apart = set(samples) if len(set(samples)) == len(samples) else set()
+        self._drawn: list[Any] = []
+
+    @property
+    def count(self) -> int:
+        """Of those that were trained on."""
+        return len(self._drawn)
+
+    def __getitem__(self, number: int) -> Any:
+        while len(self._drawn) <= number and (self._room > 0 or len(self._drawn) < FEWEST):
+            if not self._draw():
+                break
+        return self._drawn[number % len(self._drawn)]
+
+    def _draw(self) -> bool:
+        """One more; False if there is none, or a source without an end seems to begin anew."""
+        for _, batch in zip(range(10 * len(self._seen)), self._source, strict=False):
+            inside = contents(batch)
+            if inside.whole not in self._seen and self._apart.isdisjoint(inside.samples):
+                self._seen.add(inside.whole)
+                self._drawn.append(batch)
+                self._room -= inside.nbytes
+                return True
+        if not self._drawn:
+            raise ValueError(
+                f"behind the first {HELD} batches, which are kept apart, there is none to train on "
+                "that shares no sample with them; give as many as training has"
+            )
+        self._source = iter(())
+        return False
+
+
+@dataclass
+class _Run:
+    """One training: a model and an optimizer of its own."""
+
+    name: str
+    model: nn.Module
+    optimizer: Any
+    batch: Callable[[int], Any]
+    """The batch of a step."""
+    seed: int
+    seconds: float = 0.0
+    steps: int = 0
+    curve: list[Moment] = field(default_factory=list)
+
+    def step(self, loss_fn: Loss, clock: Callable[[], float], device: torch.device) -> float:
+        """One step of training; its seconds, without the time of drawing the batch."""
+        batch = self.batch(self.steps)
+        seed_generators(device, self.seed, self.steps)
+
+        def step() -> None:
+            self.optimizer.zero_grad()
+            torch.autograd.backward(scalar_loss(loss_fn, self.model, batch))
+            self.optimizer.step()
+
+        return timed(step, device, clock)[0]
+
+
+@dataclass
+class _Race:
+    """Runs that train in turns: the one that has trained least goes on."""
+
+    runs: Sequence[_Run]
+    loss_fn: Loss
+    held: Sequence[Any]
+    clock: Callable[[], float]
+    device: torch.device
+
+    def check_time(self, start: float, minutes: float) -> None:
+        """Warms up each kind of run on a copy, and says if time is too short for a few steps."""
+        longest = 0.0
+        for run in {run.name: run for run in self.runs}.values():
+            twin = _copied(run.model, run.optimizer)
+            warm = _Run(run.name, *twin, batch=run.batch, seed=run.seed)
+            warm.step(self.loss_fn, self.clock, self.device)
+            longest = max(longest, warm.step(self.loss_fn, self.clock, self.device))
+        needed = longest * len(self.runs) * (FEWEST + len(self.held) * POINTS / 3)
+        if self.clock() + needed > start + 60 * minutes:
+            raise ValueError(
+                f"minutes={minutes:g} is too short for {len(self.runs)} runs: a step takes "
+                f"{longest:.2g} s; give at least minutes={needed / 30:.2g}, or repeats=1"
+            )
+
+    def train(self, start: float, whole: float, share: float, progress: Progress | None) -> None:
+        """Turns for a share of the whole time, and until all have trained as long as the one that
+        is furthest."""
+        while self.clock() < start + whole * share:
+            self._turn(min(self.runs, key=lambda run: run.seconds))
+            if progress is not None:
+                progress(min(1.0, (self.clock() - start) / whole))
+        furthest = max(run.seconds for run in self.runs)
+        for run in self.runs:
+            while run.seconds + run.seconds / max(1, run.steps) / 2 < furthest:
+                self._turn(run, furthest - run.seconds)
+
+    def _turn(self, run: _Run, most: float = TURN) -> None:
+        spent = 0.0
+        while True:
+            seconds = run.step(self.loss_fn, self.clock, self.device)
+            run.steps += 1
+            run.seconds += seconds
+            spent += seconds
+            if spent + seconds / 2 >= min(most, TURN):
+                return
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        for run in self.runs:
+            run.model.eval()
+            loss = fmean(float(self.loss_fn(run.model, batch)) for batch in self.held)
+            run.model.train()
+            run.curve.append(Moment(run.seconds, run.steps, loss))
+
+
+def _runs(
+    model: nn.Module,
+    optimizer: Any,
+    candidate: Candidate,
+    stream: _Stream,
+    repeats: int,
+    control: bool,
+    seed: int,
+) -> list[_Run]:
+    """Each way for each repeat, in the order of the answer."""
+    cut = control and halved(stream.held[0]) is not None
+    names = [EXACT, candidate.name, *([HALF] if cut else [])]
+    runs = []
+    for name, repeat in itertools.product(names, range(repeats)):
+        twin, its_optimizer = _copied(model, optimizer)
+        unsketch_(twin).train()
+        if name == candidate.name:
+            candidate.apply_(twin)
+
+        def batch(step: int, name: str = name, repeat: int = repeat) -> Any:
+            if name != HALF:
+                return stream[repeats * step + repeat]
+            whole = stream[repeats * (step // 2) + repeat]
+            return halved(whole, second=bool(step % 2))
+
+        runs.append(_Run(name, twin, its_optimizer, batch, seed + repeat))
+    return runs
+
+
+def _copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    """Both at once, so that the copy of the optimizer holds the parameters of the copy."""
+    try:
+        twin: tuple[nn.Module, Any] = copy.deepcopy((model, optimizer))
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} and its {type(optimizer).__name__} cannot be copied for a "
+            f"trial: {error}; try it in a script of its own, or without tensors that are "
+            "computed and kept on a module"
+        ) from error
+    return twin
+
+
+def _check_training(model: nn.Module, optimizer: Any, repeats: int) -> None:
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise ValueError(f"repeats={repeats!r}; give 1, or 2 to know the error")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer={optimizer!r} is no optimizer; give the one that trains the model, for "
+            "example torch.optim.AdamW(model.parameters(), lr=1e-3)"
+        )
+    parameters = set(model.parameters())
+    if any(p not in parameters for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "the optimizer holds parameters that are not the model's: a trial copies both; give "
+            "one over model.parameters()"
+        )

@@ -21,18 +21,9 @@ from torch.utils.flop_counter import (
 
 from ...layers import SketchedModule
 from ...layers.transform import exact
-from ..noise.passes import Loss, scalar_loss
+from ..noise.gradients import Loss, scalar_loss
 from ..restore import restored
 from .shapes import recorded_uses
-
-
-@dataclass(frozen=True)
-class LayerFlops:
-    """Backward FLOPs of one layer, by formula."""
-
-    layer: str
-    exact: float
-    sketched: float
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,6 @@ class FlopsReport:
     sketched_backward: float
     overhead: float
     """The part of the sketched backward that is not matrix products."""
-    layers: tuple[LayerFlops, ...]
 
     @property
     def kept(self) -> float:
@@ -60,41 +50,37 @@ class FlopsReport:
 
 def measure_flops(model: nn.Module, loss_fn: Loss, batch: Any) -> FlopsReport:
     """Counts a forward pass, an exact and a sketched backward pass over ``batch``."""
-    with restored(model):
-        return flops_of(model, loss_fn, batch)
-
-
-def flops_of(model: nn.Module, loss_fn: Loss, batch: Any) -> FlopsReport:
-    """``measure_flops`` inside ``restored``."""
-    layers = {m: name for name, m in model.named_modules() if isinstance(m, SketchedModule)}
     parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def backward(value: Tensor) -> float:
-        return _count(lambda: torch.autograd.grad(value, parameters, allow_unused=True))
+    def forward() -> Tensor:
+        return scalar_loss(loss_fn, model, batch)
 
-    with exact(model):
-        kept: list[Tensor] = []
-        forward = _count(lambda: kept.append(scalar_loss(loss_fn, model, batch)))
-        exact_backward = backward(kept.pop())
-    active = {m: name for m, name in layers.items() if m.training and not m.sketching.exact}
-    with recorded_uses(active) as uses:  # type: ignore[arg-type]
-        value = scalar_loss(loss_fn, model, batch)
-        # Recomputation in backward is no further use.
-        calls = list(uses)
-        products = backward(value)
+    def backward(loss: Tensor) -> float:
+        return _count(lambda: torch.autograd.grad(loss, parameters, allow_unused=True))[0]
+
+    with restored(model):
+        with exact(model):
+            forward_flops, loss = _count(forward)
+            exact_backward = backward(loss)
+        active: dict[Any, str] = {
+            m: name
+            for name, m in model.named_modules()
+            if isinstance(m, SketchedModule) and m.training and not m.sketching.exact
+        }
+        with recorded_uses(active) as uses:
+            loss = forward()
+            # Recomputation in backward is no further use.
+            calls = list(uses)
+            products = backward(loss)
     overhead = sum(use.overhead_flops for use in calls)
-    totals: dict[str, tuple[float, float]] = {}
-    for use in calls:
-        before = totals.get(use.name, (0.0, 0.0))
-        totals[use.name] = (before[0] + use.exact_flops, before[1] + use.run_flops)
-    lines = tuple(LayerFlops(name, *pair) for name, pair in totals.items())
-    return FlopsReport(forward, exact_backward, products + overhead, overhead, lines)
+    return FlopsReport(forward_flops, exact_backward, products + overhead, overhead)
 
 
-def _count(action: Callable[[], Any]) -> float:
+def _count(action: Callable[[], Any]) -> tuple[float, Any]:
+    """FLOPs, and what came out."""
     with FlopCounterMode(display=False, custom_mapping=_missing_from_the_counter()) as counter:
-        action()
-    return float(counter.get_total_flops())
+        result = action()
+    return float(counter.get_total_flops()), result
 
 
 def _missing_from_the_counter() -> dict[Any, Any]:

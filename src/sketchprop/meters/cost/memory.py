@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.select import units_of
-from ..noise.passes import Loss, scalar_loss
-from ..restore import hooked, restored, tensors_in
+from ..batches import tensors_in
+from ..noise.gradients import Loss, scalar_loss
+from ..restore import call_hooks, restored
 
 _OTHERS = "(others)"
 _BATCH = "(batch)"
@@ -58,15 +59,9 @@ def saved_bytes(model: nn.Module, loss_fn: Loss, batch: Any) -> MemoryReport:
 
     Layers that are sketched, or could be, are listed with what they save.
     """
-    with restored(model):
-        return bytes_of(model, loss_fn, batch)
-
-
-def bytes_of(model: nn.Module, loss_fn: Loss, batch: Any) -> MemoryReport:
-    """``saved_bytes`` inside ``restored``."""
     layers = {module: name for name, module in units_of(model).items()}
     ledger = _Ledger(model, batch)
-    with ledger.watching(layers):
+    with restored(model), ledger.watching(layers):
         graph = scalar_loss(loss_fn, model, batch)
         report = ledger.report(list(layers.values()))
         del graph
@@ -94,7 +89,7 @@ class _Ledger:
             self._current.pop()
 
         saving = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
-        with hooked(layers, enter, leave), saving:
+        with call_hooks(layers, enter, leave), saving:
             yield
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -116,10 +111,10 @@ class _Ledger:
         total = sum(size(key) for key, savers in self._savers.items() if _BATCH not in savers)
         lines = []
         for name in names:
-            own = [key for key, savers in self._savers.items() if name in savers]
-            shared = sum(size(key) for key in own if len(self._savers[key]) > 1)
-            holders = {saver for key in own for saver in self._savers[key]} - {name}
-            lines.append(LayerBytes(name, sum(map(size, own)), shared, tuple(sorted(holders))))
+            keys = [key for key, savers in self._savers.items() if name in savers]
+            shared = sum(size(key) for key in keys if len(self._savers[key]) > 1)
+            holders = {saver for key in keys for saver in self._savers[key]} - {name}
+            lines.append(LayerBytes(name, sum(map(size, keys)), shared, tuple(sorted(holders))))
         return MemoryReport(total, tuple(lines))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...core.cost import Size
 from ...layers import SketchedBlock, SketchedModule, Sketching, block_class, sketched_class
-from ..restore import hooked
+from ..restore import call_hooks
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,8 @@ class Use:
         return sum(state.cost(size).total for size in self.products)
 
     @property
-    def run_flops(self) -> float:
-        """What this call's backward takes, sketched or not."""
-        return self.sketched_flops(self.layer.sketching) if self.sketched else self.exact_flops
-
-    @property
     def overhead_flops(self) -> float:
-        """The part of it that torch's flop counter does not see."""
+        """What torch's flop counter does not see of this call's backward."""
         if not self.sketched:
             return 0
         return float(sum(self.layer.sketching.cost(size).overhead for size in self.products))
@@ -62,7 +57,7 @@ def recorded_uses(layers: Mapping[nn.Module, str]) -> Iterator[list[Use]]:
             sketched = isinstance(layer, SketchedModule) and layer.is_sketching()
             uses.append(Use(layers[layer], layer, shapes, options, products, sketched))
 
-    with hooked(layers, after=note):
+    with call_hooks(layers, after=note):
         yield uses
 
 

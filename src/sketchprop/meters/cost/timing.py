@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import monotonic
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...core.stopwatch import in_turns, synchronise
 from ...layers.isolation import no_gradient_hooks
 from ...layers.transform import exact
-from ..noise.passes import Loss, scalar_loss
+from ..noise.gradients import Loss, one_pass
 from ..restore import restored
 
 SLOW = 0.5
@@ -59,31 +59,22 @@ def compare(exact_seconds: Sequence[float], sketched_seconds: Sequence[float]) -
     return Times(median(exact_seconds), median(sketched_seconds), ratio, error, len(ratios))
 
 
-def step_times(model: nn.Module, loss_fn: Loss, batch: Any, rounds: int = 7) -> Times:
-    """Forward and backward over ``batch``, exact and sketched in turns; no optimizer step."""
-    with restored(model):
-        return times_of(model, loss_fn, batch, rounds)
-
-
-def times_of(
+def step_times(
     model: nn.Module,
     loss_fn: Loss,
     batch: Any,
-    rounds: int | tuple[int, int],
+    rounds: int | tuple[int, int] = 7,
     seconds: float = 0.0,
 ) -> Times:
-    """``step_times`` inside ``restored``."""
+    """Forward and backward over ``batch``, exact and sketched in turns; no optimizer step."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-
-    def step() -> None:
-        value = scalar_loss(loss_fn, model, batch)
-        torch.autograd.grad(value, parameters, allow_unused=True)
+    step = partial(one_pass, loss_fn, model, batch, parameters)
 
     def exact_step() -> None:
         with exact(model):
             step()
 
-    with no_gradient_hooks(parameters):
+    with restored(model), no_gradient_hooks(parameters):
         return compare(*in_turns([exact_step, step], rounds, parameters[0].device, seconds))
 
 
@@ -93,8 +84,7 @@ def seconds_of_a_pass(model: nn.Module, loss_fn: Loss, batch: Any) -> float:
     seconds = math.inf
     for number in range(3):
         begin = monotonic()
-        loss = scalar_loss(loss_fn, model, batch)
-        torch.autograd.grad(loss, parameters, allow_unused=True)
+        one_pass(loss_fn, model, batch, parameters)
         synchronise(parameters[0].device)
         seconds = min(seconds, monotonic() - begin)
         if number and seconds > SLOW:

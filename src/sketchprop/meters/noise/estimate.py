@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 
+from ..words import finite
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -24,11 +26,11 @@ class Estimate:
 
     def as_dict(self) -> dict[str, float | None]:
         numbers = {"value": self.value, "error": self.error, "draw_error": self.draw_error}
-        return {name: x if math.isfinite(x) else None for name, x in numbers.items()}
+        return {name: finite(x) for name, x in numbers.items()}
 
     def __str__(self) -> str:
-        known = math.isfinite(self.error)
-        return f"{self.value:.3g} ± {self.error:.2g}" if known else f"{self.value:.3g} ± ?"
+        finite_error = math.isfinite(self.error)
+        return f"{self.value:.3g} ± {self.error:.2g}" if finite_error else f"{self.value:.3g} ± ?"
 
 
 def over_draws(values: Sequence[Sequence[float]]) -> Estimate:

@@ -20,20 +20,18 @@ the mean; where it is not, the report is not ``reliable`` and V a lower bound.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..restore import restored
 from .estimate import Estimate, minibatch_variance, over_draws, variance_ratio
-from .nodes import NodeMeter, NodeVariance, Record, Taps
-from .passes import Gradients, Loss, squared_distance, squared_norm
+from .gradients import Gradients, Loss, squared_distance, squared_norm
 
 Progress = Callable[[float], object]
 """Told from time to time which share of the work is done."""
@@ -73,7 +71,6 @@ class VarianceReport:
     """In the order of forward; empty without ``split``."""
     remainder: Estimate | None
     """V - Σ of the layers, draw by draw: zero within its error."""
-    nodes: tuple[NodeVariance, ...]
     signal: float
     """‖g‖², of the mean gradient g: ‖ḡ‖² of the batches without the σ²/M that is noise."""
     missed: dict[str, Estimate]
@@ -120,34 +117,17 @@ def measure_variance(
     *,
     draws: int | None = None,
     split: bool = True,
-    nodes: bool = True,
     seed: int = 0,
+    seconds: float = math.inf,
+    progress: Progress | None = None,
 ) -> VarianceReport:
     """σ², V and where V comes from. Costs (uses of sketched layers) × draws × batches steps.
 
     ``draws=None`` lets eight pilot draws on the first batch choose how many bring the error of V
     below 5 % (at most 64 for each batch). ``split=False`` measures only the total, one step for
     each draw. All sums run in float64; nothing of the size of draws × parameters is stored.
-    """
-    with restored(model) as buffers:
-        gradients = Gradients(model, loss_fn, buffers, seed)
-        return variance_of(gradients, batches, draws=draws, split=split, nodes=nodes)
-
-
-def variance_of(
-    gradients: Gradients,
-    batches: Sequence[Any],
-    *,
-    draws: int | None,
-    split: bool,
-    nodes: bool,
-    seconds: float = math.inf,
-    progress: Progress | None = None,
-) -> VarianceReport:
-    """``measure_variance`` inside ``restored``, in about so many ``seconds``.
-
-    A time limit lowers the draws, down to two; where these would still take too long, it gives up
-    the split by layer.
+    ``seconds``, about: a time limit lowers the draws, down to two; where these would still take
+    too long, it gives up the split by layer.
     """
     if len(batches) < 2:
         raise ValueError(
@@ -156,33 +136,38 @@ def variance_of(
         )
     if draws is not None and draws < 2:
         raise ValueError(f"draws={draws} has no spread; give at least 2, or None to let it choose")
-    meter = _VarianceMeter(gradients, split, Taps(gradients.switch.layers) if nodes else None)
-    with meter.installed():
-        start = monotonic()
-        mean = _mean_gradient(gradients, batches)
-        meter.mean_norm = math.fsum(map(squared_norm, mean))
-        count = draws or meter.pilot(batches[0], len(batches))
-        if seconds < math.inf:
-            passes = len(batches) + (0 if draws else PILOT_DRAWS + 1)
-            a_pass = (monotonic() - start) / passes
-            left = seconds - (monotonic() - start)
-            count = meter.within(left / a_pass / len(batches), count)
-        for i, batch in enumerate(batches):
-            for draw in meter.add_batch(batch, mean, count):
-                if progress is not None:
-                    progress((i + (draw + 1) / count) / len(batches))
-    sketches = {name: repr(m.sketch) for m, name in gradients.switch.layers.items()}
-    return meter.report(count, sketches)
+    with restored(model) as buffers:
+        gradients = Gradients(model, loss_fn, buffers, seed)
+        with gradients.switch.installed():
+            start = monotonic()
+            mean = _mean_gradient(gradients, batches)
+            count = draws or _pilot(gradients, batches)
+            if seconds < math.inf:
+                spent = monotonic() - start
+                a_pass = spent / (len(batches) + (0 if draws else PILOT_DRAWS + 1))
+                # As many draws for each batch as the passes that are left allow.
+                passes = (seconds - spent) / a_pass / len(batches)
+                uses = max(1, len(gradients.switch.uses))
+                split = split and passes >= 2 * uses
+                count = max(2, min(count, int(passes / (uses if split else 1))))
+            deviations: list[float] = []
+            drawn: list[list[_Draw]] = []
+            for batch in batches:
+                exact = gradients.exact(batch)
+                deviations.append(squared_distance([_wide(g) for g in exact], mean))
+                drawn.append([])
+                for number in range(count):
+                    drawn[-1].append(_draw(gradients, batch, number, exact, split))
+                    if progress is not None:
+                        progress((len(drawn) - 1 + (number + 1) / count) / len(batches))
+    return _report(gradients, math.fsum(map(squared_norm, mean)), deviations, drawn, split)
 
 
 def _mean_gradient(gradients: Gradients, batches: Sequence[Any]) -> list[Tensor]:
-    mean: list[Tensor] = []
-    for i, batch in enumerate(batches):
-        exact = [_wide(g) for g in gradients.exact(batch)]
-        if not mean:
-            mean = [torch.zeros_like(g) for g in exact]
-        for total, g in zip(mean, exact, strict=True):
-            total.add_((g - total) / (i + 1))
+    mean = [torch.zeros_like(_wide(p)) for p in gradients.parameters]
+    for batch in batches:
+        for total, g in zip(mean, gradients.exact(batch), strict=True):
+            total.add_(_wide(g) / len(batches))
     return mean
 
 
@@ -190,124 +175,87 @@ def _wide(g: Tensor) -> Tensor:
     return g if g.device.type == "mps" else g.double()
 
 
-class _VarianceMeter:
-    def __init__(self, gradients: Gradients, split: bool, taps: Taps | None) -> None:
-        self.gradients = gradients
-        self.split = split
-        self.taps = taps
-        self.nodes = NodeMeter()
-        self.mean_norm = 0.0
-        self.deviations: list[float] = []
-        self.totals: list[list[float]] = []
-        self.remainders: list[list[float]] = []
-        self.alignments: list[list[list[float]]] = [[] for _ in gradients.parameters]
-        self.layers: dict[str, list[list[float]]] = {}
+class _Draw(NamedTuple):
+    """One sketched gradient against the exact one of its batch."""
 
-    def installed(self) -> Any:
-        stack = contextlib.ExitStack()
-        stack.enter_context(self.gradients.switch.installed())
-        if self.taps is not None:
-            stack.enter_context(self.taps.installed())
-            self.gradients.after_forward.append(self.taps.forward_is_done)
-        return stack
+    added: float
+    """‖ĝ - g‖²."""
+    alignments: list[float]
+    injected: dict[str, float]
+    """‖Mₖ - Mₖ₋₁‖² by layer; all of it by the first where it is not split."""
 
-    def pilot(self, batch: Any, batches: int) -> int:
-        """How many draws for each batch bring the error of V below the target."""
-        exact = self.gradients.exact(batch)
-        values, alignments = [], []
-        for draw in range(PILOT_DRAWS):
-            sketched = self.gradients.sketched(batch, -1 - draw)
-            values.append(squared_distance(sketched, exact))
-            alignments.append(alignment(sketched, exact))
-        estimate = over_draws([values])
-        if estimate.value == 0 or not math.isfinite(estimate.value):
-            return 2
-        if any(surprising([of_parameter]) for of_parameter in zip(*alignments, strict=True)):
-            return MAX_DRAWS
-        spread = estimate.draw_error / estimate.value * math.sqrt(PILOT_DRAWS)
-        needed = math.ceil((spread / TARGET_ERROR) ** 2 / batches)
-        return min(MAX_DRAWS, max(PILOT_DRAWS, needed))
 
-    def within(self, passes: float, draws: int) -> int:
-        """As many draws for each batch as so many ``passes`` over it allow."""
-        uses = len(self.gradients.switch.uses)
-        if self.split and passes / max(1, uses) < 2:
-            self.split = False
-        return max(2, min(draws, int(passes / (max(1, uses) if self.split else 1))))
+def _draw(gradients: Gradients, batch: Any, number: int, exact: list[Tensor], split: bool) -> _Draw:
+    uses = gradients.switch.uses
+    if not uses:
+        raise ValueError("loss_fn never called a sketched layer; nothing can be measured")
+    injected = dict.fromkeys(uses, 0.0)
+    before = exact
+    # The first use in forward is the last in backward: from the top of the network down.
+    for first in reversed(range(len(uses))) if split else (0,):
+        after = gradients.sketched(batch, number, first)
+        injected[uses[first]] += visible_distance(after, before)
+        before = after
+    added = visible_distance(before, exact)
+    if not math.isfinite(added):
+        raise ValueError("a gradient is not finite; the variance of such gradients means nothing")
+    return _Draw(added, alignment(before, exact), injected)
 
-    def add_batch(self, batch: Any, mean: list[Tensor], draws: int) -> Iterator[int]:
-        """Measures one batch, and yields after each draw."""
-        record = None if self.taps is None else self.taps.start()
-        exact = self.gradients.exact(batch, keep_graph=record is not None)
-        self.deviations.append(squared_distance([_wide(g) for g in exact], mean))
-        self.totals.append([])
-        for batches in self.alignments:
-            batches.append([])
-        self.remainders.append([])
-        uses = self.gradients.switch.uses
-        if not uses:
-            raise ValueError("loss_fn never called a sketched layer; nothing can be measured")
-        for name in uses:
-            self.layers.setdefault(name, [[] for _ in self.totals[1:]])
-        for values in self.layers.values():
-            values.append([])
-        self.nodes.start_batch()
-        for draw in range(draws):
-            self._add_draw(batch, draw, exact, uses, record)
-            yield draw
 
-    def _add_draw(
-        self, batch: Any, draw: int, exact: list[Tensor], uses: list[str], record: Record | None
-    ) -> None:
-        injected = dict.fromkeys(self.layers, 0.0)
-        before = exact
-        # The first use in forward is the last in backward: from the top of the network down.
-        for first in reversed(range(1, len(uses))) if self.split else ():
-            after = self.gradients.sketched(batch, draw, first)
-            injected[uses[first]] += visible_distance(after, before)
-            before = after
-        sketched_record = None if record is None or self.taps is None else self.taps.start()
-        final = self.gradients.sketched(batch, draw)
-        injected[uses[0]] += visible_distance(final, before)
-        total = visible_distance(final, exact)
-        if not math.isfinite(total):
-            raise ValueError(
-                "a gradient is not finite; the variance of such gradients means nothing"
-            )
-        self.totals[-1].append(total)
-        for batches, value in zip(self.alignments, alignment(final, exact), strict=True):
-            batches[-1].append(value)
-        self.remainders[-1].append(total - math.fsum(injected.values()))
-        for name, value in injected.items():
-            self.layers[name][-1].append(value)
-        if record is not None and sketched_record is not None:
-            self.gradients.switch.back_to_exact()
-            self.nodes.add(record, sketched_record)
+def _pilot(gradients: Gradients, batches: Sequence[Any]) -> int:
+    """How many draws for each batch bring the error of V below the target."""
+    exact = gradients.exact(batches[0])
+    drawn = [_draw(gradients, batches[0], -1 - i, exact, False) for i in range(PILOT_DRAWS)]
+    estimate = over_draws([[draw.added for draw in drawn]])
+    if estimate.value == 0:
+        return 2
+    by_parameter = zip(*(draw.alignments for draw in drawn), strict=True)
+    if any(surprising([values]) for values in by_parameter):
+        return MAX_DRAWS
+    spread = estimate.draw_error / estimate.value * math.sqrt(PILOT_DRAWS)
+    needed = math.ceil((spread / TARGET_ERROR) ** 2 / len(batches))
+    return min(MAX_DRAWS, max(PILOT_DRAWS, needed))
 
-    def report(self, draws: int, sketches: dict[str, str]) -> VarianceReport:
-        layers = tuple(
+
+def _report(
+    gradients: Gradients,
+    mean_norm: float,
+    deviations: list[float],
+    drawn: list[list[_Draw]],
+    split: bool,
+) -> VarianceReport:
+    def each(read: Callable[[_Draw], float]) -> list[list[float]]:
+        return [[read(draw) for draw in of_batch] for of_batch in drawn]
+
+    sketches = {name: repr(m.sketch) for m, name in gradients.switch.layers.items()}
+    injected = {
+        name: each(lambda draw, name=name: draw.injected.get(name, 0.0))  # type: ignore[misc]
+        for name in dict.fromkeys(name for of_batch in drawn for name in of_batch[0].injected)
+    }
+    alignments = {
+        name: each(lambda draw, i=i: draw.alignments[i])  # type: ignore[misc]
+        for i, name in enumerate(gradients.names)
+    }
+    added = each(lambda draw: draw.added)
+    sigma2 = minibatch_variance(deviations)
+    return VarianceReport(
+        batches=len(drawn),
+        draws=len(drawn[0]),
+        sigma2=sigma2,
+        added=over_draws(added),
+        relative=variance_ratio(added, deviations),
+        layers=tuple(
             LayerVariance(
-                name, sketches[name], over_draws(values), variance_ratio(values, self.deviations)
+                name, sketches[name], over_draws(values), variance_ratio(values, deviations)
             )
-            for name, values in self.layers.items()
-        )
-        sigma2 = minibatch_variance(self.deviations)
-        return VarianceReport(
-            batches=len(self.deviations),
-            draws=draws,
-            sigma2=sigma2,
-            added=over_draws(self.totals),
-            relative=variance_ratio(self.totals, self.deviations),
-            layers=layers if self.split else (),
-            remainder=over_draws(self.remainders) if self.split else None,
-            nodes=self.nodes.result(),
-            signal=max(0.0, self.mean_norm - sigma2.value / len(self.deviations)),
-            missed={
-                name: over_draws(values)
-                for name, values in zip(self.gradients.names, self.alignments, strict=True)
-                if surprising(values)
-            },
-        )
+            for name, values in (injected if split else {}).items()
+        ),
+        remainder=over_draws(each(lambda draw: draw.added - math.fsum(draw.injected.values())))
+        if split
+        else None,
+        signal=max(0.0, mean_norm - sigma2.value / len(drawn)),
+        missed={k: over_draws(values) for k, values in alignments.items() if surprising(values)},
+    )
 
 
 def visible_distance(a: list[Tensor], b: list[Tensor]) -> float:

@@ -7,7 +7,7 @@ are put back before each, and a draw is a number: the same number draws the same
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...core.random import random_state, seed_generators, set_random_state
 from ...layers import SketchedModule
-from ..restore import Buffers, check_model, hooked
+from ..restore import Buffers, call_hooks, check_model
 
 Loss = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch)``, a scalar: what one step of training would call backward on."""
@@ -54,7 +54,7 @@ class Switch:
         return [named[i] for i in range(len(named))]
 
     def installed(self) -> AbstractContextManager[None]:
-        return hooked(self.layers, self._enter, self._leave)
+        return call_hooks(self.layers, self._enter, self._leave)
 
     def start(self, first: int | None, draw: int) -> None:
         """Before a forward pass; ``first=None`` is exact and records which uses there are."""
@@ -72,23 +72,18 @@ class Switch:
         """Between forward and backward: what is called from now on is a recomputation."""
         self._recording = False
 
-    def back_to_exact(self) -> None:
-        """Before more of an exact pass's backward: what it computes again is exact too."""
-        self._calls.clear()
-        self._exact = True
-
     def _index(self, module: nn.Module) -> int:
         call = self._calls[module]
         self._calls[module] += 1
-        known = self._uses[module]
-        if self._recording and call == len(known):
-            known.append(sum(map(len, self._uses.values())))
-        if call < len(known):
-            return known[call]
-        if len(known) == 1:
-            return known[0]  # activation checkpointing runs the layer again in backward
+        uses = self._uses[module]
+        if self._recording and call == len(uses):
+            uses.append(sum(map(len, self._uses.values())))
+        if call < len(uses):
+            return uses[call]
+        if len(uses) == 1:
+            return uses[0]  # activation checkpointing runs the layer again in backward
         raise RuntimeError(
-            f"{self.layers[module]!r} was called {call + 1} times, and {len(known)} times in the "
+            f"{self.layers[module]!r} was called {call + 1} times, and {len(uses)} times in the "
             "exact pass over the same batch. If it is used several times under activation "
             "checkpointing, measure without checkpointing: the gradients are the same"
         )
@@ -103,8 +98,8 @@ class Switch:
     def _leave(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         before, after = self._before.pop(), random_state(_device(module))
         # ``_calls`` moved on in _enter: this use is the last one that was counted.
-        known = self._uses[module]
-        index = known[min(self._calls[module], len(known)) - 1]
+        uses = self._uses[module]
+        index = uses[min(self._calls[module], len(uses)) - 1]
         if self._exact:
             if self._recording and not torch.equal(before, after):
                 self._own_randomness[index] = after
@@ -127,7 +122,6 @@ class Gradients:
         self.buffers = buffers
         self.seed = seed
         self.switch = Switch(model, seed)
-        self.after_forward: list[Callable[[], None]] = [self.switch.forward_is_done]
         if not self.switch.layers:
             raise ValueError(_nothing_sketched(model))
         check_model(model)
@@ -136,25 +130,22 @@ class Gradients:
         self.parameters = [p for _, p in named]
         self.device = self.parameters[0].device
 
-    def exact(self, batch: Any, *, keep_graph: bool = False) -> list[Tensor]:
+    def exact(self, batch: Any) -> list[Tensor]:
         """The exact gradient; records the uses of sketched layers on the way."""
-        return self._run(batch, None, 0, keep_graph)
+        return self._run(batch, None, 0)
 
     def sketched(self, batch: Any, draw: int, first: int = 0) -> list[Tensor]:
         """A sketched gradient with the uses from ``first`` on drawing, the others exact."""
-        return self._run(batch, first, draw, False)
+        return self._run(batch, first, draw)
 
-    def _run(self, batch: Any, first: int | None, draw: int, keep_graph: bool) -> list[Tensor]:
+    def _run(self, batch: Any, first: int | None, draw: int) -> list[Tensor]:
         self.buffers.restore()
         self.switch.start(first, draw)
         seed_generators(self.device, self.seed)
         value = scalar_loss(self.loss_fn, self.model, batch)
-        for notify in self.after_forward:
-            notify()
+        self.switch.forward_is_done()
         seed_generators(self.device, self.seed, draw, -1)
-        grads = torch.autograd.grad(
-            value, self.parameters, allow_unused=True, retain_graph=keep_graph
-        )
+        grads = torch.autograd.grad(value, self.parameters, allow_unused=True)
         return [
             torch.zeros_like(p) if g is None else g.detach()
             for g, p in zip(grads, self.parameters, strict=True)
@@ -188,6 +179,14 @@ def scalar_loss(loss_fn: Loss, model: nn.Module, batch: Any) -> Tensor:
             "without no_grad or detach"
         )
     return value
+
+
+def one_pass(
+    loss_fn: Loss, model: nn.Module, batch: Any, parameters: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Forward and backward: the gradients, ``None`` where a parameter has no part in the loss."""
+    loss = scalar_loss(loss_fn, model, batch)
+    return torch.autograd.grad(loss, parameters, allow_unused=True)
 
 
 def squared_distance(a: list[Tensor], b: list[Tensor]) -> float:

@@ -10,16 +10,14 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...core.table import Column, Table, as_text, words
-from ..measure import plain_data
-from ..words import change_in_words, ratio, with_error
+from ..noise.pace import DROWNED
+from ..words import change_in_words, finite, plain_data, ratio, with_error
 from .candidates import Candidate
 from .trial import Trial
 
 OUT_OF_TIME = "not tried: the time was used up"
 MARGIN = 0.02
 """What a change has to gain at least, so that it is advised."""
-DROWNED = 1 / 3
-"""Noise from which on training is known to stall."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -34,7 +32,7 @@ class Option:
     time: float | None = None
     """ρ: the time of a step."""
     noise: float | None = None
-    """How many more steps are needed: V/(‖g‖² + σ²) with SGD; ``noise/metric.py`` for Adam."""
+    """How many more steps are needed: V/(‖g‖² + σ²) with SGD; ``noise/pace.py`` for Adam."""
     change: float | None = None
     """ρ(1 + noise): the predicted time to equal quality."""
     error: float = math.inf
@@ -46,6 +44,15 @@ class Option:
     def sound(self) -> bool:
         """Whether it was measured, and its noise does not drown the gradient."""
         return self.change is not None and self.noise is not None and self.noise <= DROWNED
+
+    @property
+    def numbers(self) -> str:
+        """Time and noise in words."""
+        return (
+            f"a step with {self.name} takes {ratio(self.time or 1.0)} the time and "
+            f"{ratio(1 + (self.noise or 0.0))} the steps are needed, together "
+            f"{with_error(_change(self), self.error)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -71,14 +78,12 @@ class Advice:
     @property
     def best(self) -> Option | None:
         """The sound option with the least change."""
-        sound = [option for option in self.options if option.sound]
-        return min(sound, key=_change) if sound else None
+        return min((o for o in self.options if o.sound), key=_change, default=None)
 
     @property
     def closest(self) -> Option:
         """``best``, or where each drowns the gradient the one with the least change."""
-        measured = [option for option in self.options if option.change is not None]
-        return self.best or min(measured, key=_change)
+        return self.best or min(self.options, key=_change)
 
     @property
     def pays(self) -> bool:
@@ -114,12 +119,12 @@ class Advice:
     @property
     def change(self) -> float:
         """The predicted time to equal quality over that of exact steps; 1 for 'stay exact'."""
-        return _change(self.best) if self.best is not None and self.pays else 1.0
+        return _change(self.closest) if self.pays else 1.0
 
     @property
     def line(self) -> str:
         """What to paste; empty for 'stay exact'."""
-        return self.best.line if self.best is not None and self.pays else ""
+        return self.closest.line if self.pays else ""
 
     @property
     def reason(self) -> str:
@@ -138,51 +143,34 @@ class Advice:
                 f"{ratio(1 + (calmest.noise or 0.0))} the steps"
             )
         if not self.gains:
-            return f"what is saved is not worth the noise, or too close to call; {self._numbers}"
+            return f"what is saved is not worth the noise, or too close to call; {best.numbers}"
         if self._half_is_better:
-            return f"half of the batch gains more: {self._half_text}; on the whole {self._numbers}"
-        return self._numbers
-
-    @property
-    def _numbers(self) -> str:
-        """Time and noise of the best option."""
-        best = self.best
-        assert best is not None
-        return (
-            f"a step with {best.name} takes {ratio(best.time or 1.0)} the time and "
-            f"{ratio(1 + (best.noise or 0.0))} the steps are needed, together "
-            f"{with_error(_change(best), best.error)}"
-        )
+            return f"half of the batch gains more: {self._half_text}; on the whole {best.numbers}"
+        return best.numbers
 
     def apply_(self, model: Model) -> Model:
         """Sketches ``model`` as advised, in place; leaves it as it is for 'stay exact'."""
-        if self.best is not None and self.pays:
-            self.candidates[self.best.name].apply_(model)
-        return model
+        return self.candidates[self.closest.name].apply_(model) if self.pays else model
 
     def as_dict(self) -> dict[str, Any]:
         answer = {name: getattr(self, name) for name in ("pays", "change", "line", "reason")}
-        measured = {name: getattr(self, name) for name in ("signal", "live", "batches", "seconds")}
-        options = [plain_data(option) for option in self.options]
-        control = plain_data(self.control)
-        rest = {"options": options, "control": control, "warnings": list(self.warnings)}
-        rest["trial"] = self.trial
-        data: dict[str, Any] = plain_data({**answer, **measured, **rest})
+        measured = {k: v for k, v in vars(self).items() if k != "candidates"}
+        data: dict[str, Any] = plain_data({**answer, **measured})
         return data
 
     def headline(self) -> str:
         if self.pays:
             first = f"It pays: {change_in_words(self.change, 'time')} to the same quality."
             lines = [first, "", f"    {self.line}", "", f"Why: {self.reason}."]
-        elif self.best is not None and self.gains:
+        elif self.gains:
             lines = [
                 f"Halve the batch: {self._half_text} to the same quality. Then ask again.",
                 "",
-                f"With the batch as it is, {change_in_words(_change(self.best), 'time')}:",
+                f"With the batch as it is, {change_in_words(_change(self.closest), 'time')}:",
                 "",
-                f"    {self.best.line}",
+                f"    {self.closest.line}",
                 "",
-                f"Why: {self._numbers}.",
+                f"Why: {self.closest.numbers}.",
             ]
         elif self.decided:
             lines = ["Stay exact: no sketch pays here.", "", f"Why: {self.reason}."]
@@ -216,22 +204,20 @@ class Advice:
         shown = sorted(self.options, key=_change)
         shown += [] if self.control is None else [self.control]
         rows = [
-            (o.name, o.time, o.noise, o.change, _finite(o.error), o.memory, o.note) for o in shown
+            (o.name, o.time, o.noise, o.change, finite(o.error), o.memory, o.note) for o in shown
         ]
+        hidden = "0: the batches' noise hides the gradient"
         note = (
             "All over exact steps. time: of a step; noise: the steps that it adds; in all: "
             "time × (1 + noise), the time to the same quality; memory: bytes kept for backward. "
             f"{self.batches} batches, {self.seconds:.0f} s. ‖g‖²/σ², the mean gradient over the "
-            f"batches' noise: {self._signal_text}; noise costs less where it is large."
+            f"batches' noise: {f'{self.signal:.3g}' if self.signal else hidden}; noise costs less "
+            "where it is large."
         )
         if self.live < 1:
             note += f" {self.live:.0%} of the gradient's rows are not zero, the others are padding."
-        own = Table("Candidates", columns, rows, note)
-        return [own, *([] if self.trial is None else self.trial.tables())]
-
-    @property
-    def _signal_text(self) -> str:
-        return f"{self.signal:.3g}" if self.signal else "0: the batches' noise hides the gradient"
+        candidates = Table("Candidates", columns, rows, note)
+        return [candidates, *([] if self.trial is None else self.trial.tables())]
 
     def __str__(self) -> str:
         return as_text(self)
@@ -239,7 +225,3 @@ class Advice:
 
 def _change(option: Option) -> float:
     return math.inf if option.change is None else option.change
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

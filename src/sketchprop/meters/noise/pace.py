@@ -25,8 +25,16 @@ from typing import Any
 
 from torch import Tensor
 
-from .passes import squared_norm
+from .estimate import divide
+from .gradients import squared_norm
 from .variance import visible_distance
+
+DROWNED = 1 / 3
+"""Steps that noise adds, V/(‖g‖² + σ²) with SGD, from which on training is known to stall."""
+
+HUGE = 4.0
+"""A batch counts at most as so many usual ones, by ‖g‖²: one with a huge gradient would otherwise
+be all that counts, in V and in σ²."""
 
 
 def adaptive(optimizer: Any) -> bool:
@@ -80,7 +88,7 @@ class Pace:
         1.0
         """
         if not self.divides or not all(map(math.isfinite, noise)):
-            return 1 + math.fsum(noise) / self.total
+            return 1 + divide(math.fsum(noise), self.total)
         plain = noisy = 0.0
         for size, square, signal, added in zip(
             self.sizes, self.squares, self.signal, noise, strict=True
@@ -92,7 +100,7 @@ class Pace:
         return (plain / noisy) ** 2 if noisy else 1.0
 
 
-def noise_of(drawn: list[Tensor], exact: list[Tensor]) -> list[float]:
+def noise_by_parameter(drawn: list[Tensor], exact: list[Tensor]) -> list[float]:
     """‖ĝ - g‖² of each parameter; 0 in all where that is what rounding leaves."""
     if not visible_distance(drawn, exact):
         return [0.0] * len(exact)

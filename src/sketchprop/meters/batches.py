@@ -1,0 +1,96 @@
+"""Batches: told apart by what they hold (a loader makes new objects in each pass), and cut."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Iterable
+from io import BytesIO
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+class Contents(NamedTuple):
+    """What a batch holds, as numbers that are equal for equal contents."""
+
+    whole: int
+    samples: tuple[int, ...]
+    """Of each sample: its rows in all tensors that have one for each; none without a tensor."""
+    nbytes: int
+    """Of its tensors."""
+
+
+def contents(batch: Any) -> Contents:
+    """Looks into tuples, dicts and objects that can be pickled."""
+    opened = _Opened()
+    try:
+        opened.dump(batch)
+        rest: Any = opened.stream.getvalue()
+    except Exception:  # what cannot be pickled is one batch if it is one object
+        leaves = tree_leaves(batch)
+        opened.tensors = tensors_in(batch)
+        rest = tuple(id(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+    data = [(tuple(t.shape), str(t.dtype), _bytes_of(t)) for t in opened.tensors]
+    count = next((shape[0] for shape, _, _ in data if shape), 0)
+    columns = [
+        [raw[i * len(raw) // count : (i + 1) * len(raw) // count] for i in range(count)]
+        for shape, _, raw in data
+        if shape[:1] == (count,) and isinstance(raw, bytes)
+    ]
+    samples = tuple(map(hash, zip(*columns, strict=True)))
+    return Contents(hash((rest, *data)), samples, sum(t.nbytes for t in opened.tensors))
+
+
+def different(batches: Iterable[Any]) -> list[Any]:
+    """Each once, by what it holds."""
+    return list({contents(batch).whole: batch for batch in batches}.values())
+
+
+class _Opened(pickle.Pickler):
+    """Finds the tensors in whatever holds them, and writes all else to its stream."""
+
+    def __init__(self) -> None:
+        self.stream, self.tensors = BytesIO(), list[Tensor]()
+        super().__init__(self.stream)
+        self.fast = True  # no memo: equal texts are written alike, one object or two
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        self.tensors.append(value)
+        return len(self.tensors)
+
+
+def _bytes_of(tensor: Tensor) -> bytes | int:
+    try:
+        dense = tensor.detach().cpu().contiguous()
+        return ctypes.string_at(dense.data_ptr(), dense.nbytes)
+    except (RuntimeError, NotImplementedError):  # sparse: then an object is its content
+        return id(tensor)
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """The tensors inside a batch: a tensor, or nested tuples, lists and dicts of them."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def halved(batch: Any, second: bool = False) -> Any:
+    """One half of the samples, by the first dimension of the first tensor; ``None``: it has none.
+
+    >>> import torch
+    >>> halved((torch.arange(4), "a name")), halved(torch.arange(5), second=True)
+    ((tensor([0, 1]), 'a name'), tensor([2, 3, 4]))
+    """
+    sizes = [t.shape[0] for t in tensors_in(batch) if t.dim()]
+    if not sizes or sizes[0] < 2:
+        return None
+    middle = sizes[0] // 2
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] != (sizes[0],):
+            return leaf
+        return leaf[middle:] if second else leaf[:middle]
+
+    return tree_map(cut, batch)
