@@ -19,7 +19,6 @@ from sketchprop.layers.branch import branch
 from sketchprop.tokens.rowwise import (
     Activation,
     Chain,
-    LayerNorm,
     Linear,
     Pair,
     RMSNorm,
@@ -434,8 +433,10 @@ def test_autocast_has_the_gradients_of_the_plain_module(name: str, save: str) ->
         assert (found - truth).abs().max() <= 0.03 * truth.abs().max() + 1e-6
 
 
-@pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("name", ["norm first", "dropout", "norm last"])
+@pytest.mark.parametrize(
+    ("name", "save"),
+    [("norm first", "activations"), ("dropout", "input"), ("norm last", "activations")],
+)
 def test_compiled_in_one_graph_the_draw_is_that_of_eager(name: str, save: str) -> None:
     torch._dynamo.reset()
     f = BRANCHES[name]()
@@ -471,14 +472,6 @@ def test_layers_with_hooks_are_not_taken_apart() -> None:
     f[0].register_forward_hook(lambda m, i, o: seen.append(tuple(o.shape)))
     branch(f, torch.randn(2, 5, D, requires_grad=True), 0.5, check=False).sum().backward()
     assert seen[0] == (2, 5, D)
-
-
-def test_a_chain_is_hashable_and_has_the_parameters_of_each_step() -> None:
-    found = read(nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.GELU()))
-    assert found is not None
-    assert found.chain == Chain((LayerNorm(1e-5), Linear(), Activation("gelu_none")))
-    assert hash(found.chain) == hash(Chain((LayerNorm(1e-5), Linear(), Activation("gelu_none"))))
-    assert [len(own) for own in found.parameters] == [2, 2, 0]
 
 
 @pytest.mark.parametrize("residual", [True, False])
