@@ -24,7 +24,6 @@ from sketchprop.tokens.rowwise import (
     RMSNorm,
     RowWise,
     Scale,
-    read,
 )
 
 D, HIDDEN = 4, 6

@@ -212,46 +212,46 @@ class SketchedBlock(SketchedModule):
         N, T = call.x.shape[:2]
         queries = QueryCount.of(tokens.query_budget, tokens.capacity, N, T)
         keys = kept_count(tokens.key_budget, N * T)
-        attention = call.attention
         if queries.rank >= N * T and keys >= N * T:
             return None
+        attention = call.attention
+        steps: tuple[Any, ...] = ()
         before = call.norms[:1] if call.norm_first else ()
-        if why := self._exact_attention(call, before):
+        why = self._exact_attention(call)
+        if attention is not None and not why:
+            parts = (before, *((part,) for part in attention.projections), attention.out)
+            steps = tuple(self._steps(part) for part in parts)
+            why = self._unknown(part for several in parts for part in several)
+        if attention is None or why:
             notes.append(f"its attention is exact: {why}")
             return None
-        assert attention is not None
-        norm, out = self._steps(before), self._steps(attention.out)
-        projections = [self._steps((part,)) for part in attention.projections]
-        assert norm is not None
-        assert out is not None
+        norm, *projections, out = steps
+        if len(projections) == 1 and not isinstance(projections[0].chain.steps[0], Linear):
+            name = changed(attention.projections[0])
+            notes.append(f"its attention is exact: {name}, and makes q, k and v at once")
+            return None
         how = Attending(attention.dropout_p, attention.is_causal, attention.scale)
-        kv_heads = attention.kv_heads or attention.heads
-        chains = tuple(steps.chain for steps in projections if steps is not None)
         part = AttentionPart(
-            norm.chain, chains, out.chain, attention.heads, kv_heads, how, queries, keys,
+            norm.chain, tuple(p.chain for p in projections), out.chain, attention.heads,
+            attention.kv_heads or attention.heads, how, queries, keys,
             tokens.save == "activations", N, T,
         )  # fmt: skip
         check_mask(attention.mask, (N, part.heads, T, T), how)
-        made = tuple(steps.parameters for steps in projections if steps is not None)
+        made = tuple(p.parameters for p in projections)
         return part, AttentionTensors(
             attention.mask, attention.rotary, norm.parameters, made, out.parameters
         )
 
-    def _exact_attention(self, call: Anatomy, before: tuple[RowPart, ...]) -> str:
-        """Why attention is not taken apart; empty if it is."""
+    def _exact_attention(self, call: Anatomy) -> str:
+        """Why attention is not to be taken apart; empty if it may be."""
         attention = call.attention
         if attention is None:
             return call.apart
-        if why := not_as_known(*call.stands_for):
-            return why
         if attention.mask is not None and attention.mask.requires_grad:
             return "its mask is learned"
         if attention.rotary is not None and any(t.requires_grad for t in attention.rotary):
             return "its rotary angles are learned"
-        packed = self._steps(attention.projections) if len(attention.projections) == 1 else None
-        if packed is not None and not isinstance(packed.chain.steps[0], Linear):
-            return f"{changed(attention.projections[0])}, and makes q, k and v at once"
-        return self._unknown((*before, *attention.projections, *attention.out))
+        return not_as_known(*call.stands_for)
 
     def _unknown(self, parts: Iterable[RowPart]) -> str:
         """In words, which part is not known; empty if all are."""
