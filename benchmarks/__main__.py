@@ -1,4 +1,4 @@
-"""python -m benchmarks linear | conv | model | tokens | tuner | memory | peak | import | page
+"""python -m benchmarks linear | conv | model | tokens | tuner | memory | peak | import | page | compare
 
 Times exact and sketched work in turns, in random order, in one process, and reports the median of
 the ratios within a round, with quartiles. Both sides run under the same allocator settings; by
@@ -22,7 +22,7 @@ from sketchprop.core.table import Column, Table, words
 
 from . import imports, layers, models, peak, profile, tokens, tuner
 from .page import write_page
-from .results import FOLDER, Line, plot, save, show
+from .results import FOLDER, Line, compare, plot, save, show
 from .timing import restart_pinned
 
 
@@ -30,6 +30,9 @@ def main() -> None:
     args = _parser().parse_args()
     if args.command == "page":
         say(f"page: {write_page()}")
+        return
+    if args.command == "compare":
+        say(str(compare(args.before, args.after)))
         return
     if args.command not in ("memory", "peak", "import"):
         restart_pinned(args.allocator)
@@ -199,6 +202,9 @@ def _parser() -> argparse.ArgumentParser:
     tuned.add_argument("--small", action="store_true", help="made-up data and few steps")
     commands.add_parser("import", parents=[common], help="what importing sketchprop adds")
     commands.add_parser("page", help="docs/results/speed.md from the stored results")
+    two = commands.add_parser("compare", help="two stored results, before and after a change")
+    two.add_argument("before", type=Path)
+    two.add_argument("after", type=Path)
     return parser
 
 

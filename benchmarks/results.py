@@ -48,6 +48,20 @@ def show(title: str, lines: Sequence[Line], extras: dict[str, object] | None = N
         say(f"{name}: {value}")
 
 
+def compare(before: Path, after: Path) -> Table:
+    """Two stored results of one command, line by line."""
+
+    def ratios(path: Path) -> dict[tuple[str, str, float], float]:
+        lines = json.loads(path.read_text())["lines"]
+        return {(e["case"], e["method"], e["budget"]): e["ratio"]["median"] for e in lines}
+
+    old, new = ratios(before), ratios(after)
+    rows = [(*key, old[key], new[key], new[key] / old[key]) for key in old if key in new]
+    numbers = (Column("before", ".3f"), Column("after", ".3f"), Column("after/before", ".3f"))
+    columns = (words("case"), words("method"), Column("kept", "g"), *numbers)
+    return Table("Time over exact", columns, rows, "Each is a median of ratios within a run.")
+
+
 def save(
     path: Path, command: str, allocator: str, lines: Sequence[Line], extras: dict[str, object]
 ) -> None:
