@@ -159,7 +159,7 @@ def test_make_targets_exist():
 # -- the paper map ---------------------------------------------------------------------------
 
 MAP = (DOCS / "paper-map.md").read_text()
-SYMBOLS = sorted(set(re.findall(r"`((?:sketchprop|experiments|benchmarks)(?:\.\w+)+)`", MAP)))
+SYMBOLS = sorted(set(re.findall(r"`((?:sketchprop|pseudo_code|experiments|benchmarks)(?:\.\w+)+)`", MAP)))
 
 
 @pytest.mark.parametrize("symbol", SYMBOLS)
