@@ -1,6 +1,6 @@
 """The paper's pseudo-code, literally: loops, full-size masks, and its own mistakes noted.
 
-Everything in the library is tested against it. ``G: [B, n]``, ``X: [B, d]``, ``W: [n, d]``, float64.
+The library is tested against it. ``G: [B, n]``, ``X: [B, d]``, ``W: [n, d]``, float64.
 """
 
 from __future__ import annotations

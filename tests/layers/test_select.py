@@ -80,7 +80,7 @@ def taken(model):
         ((lambda module, name: name == "pool") | select.last, ["pool", "head"]),
         ((lambda module, name: "0" in name) & select.attention, ["blocks.0.attn"]),
         (~(select.conv | select.attention), LINEAR),
-        (select.where(lambda module, name: False), []),
+        (select.as_selector(lambda module, name: False), []),
     ],
     ids=str,
 )

@@ -20,7 +20,7 @@ from ..layers.transform import sketch_
 from ..meters import MeasureReport, advise, check_unbiased, measure, plan, trial
 from ..report import html_report, setup_facts
 from ..report.pictures import LossCurves, Picture, noise_chart, plan_chart, save_picture
-from ..sketches import AnySketch, Planner
+from ..sketches import AnySketch
 from .expressions import UsageError, parse_planner, parse_sketch, parse_sketches
 from .show import Progress, complain, say, write_json
 from .tasks import Task, find_device, load_task
@@ -47,26 +47,18 @@ def run_advise(options: Namespace) -> int:
     if options.plot and not options.trial:
         raise UsageError("--plot shows the trial's losses; give --trial too")
     task = _task(options)
-    with Progress(sys.stderr) as line:
-        _train(options, task, line)
-        batches = _batches(options, task)
+    with _trained(options, task) as (batches, line):
         line.stage("trying what fits")
-        common: Any = {
-            "control": not options.same_batch,
-            "progress": line.share,
-            "seed": options.seed,
-        }
         model, loss_fn, optimizer = task.model, task.loss_fn, task.optimizer
-        report = advise(
-            model, loss_fn, batches, optimizer=optimizer, minutes=options.minutes, **common
-        )
+        common: Any = {"control": not options.same_batch, "seed": options.seed}
+        common |= {"optimizer": optimizer, "progress": line.share}
+        report = advise(model, loss_fn, batches, minutes=options.minutes, **common)
         if options.trial:
             best = report.closest.name
             others = "" if options.same_batch else ", half of the batch"
             line.stage(f"a trial: exact, {best}{others}, in turns")
-            how = report.candidates[best]
-            common["minutes"] = options.trial
-            result = trial(model, loss_fn, task.batches, optimizer, how, **common)
+            common |= {"sketch": report.candidates[best], "minutes": options.trial}
+            result = trial(model, loss_fn, task.batches, **common)
             report = replace(report, trial=result)
     _finish(options, report, lambda: LossCurves(result))
     return FINE if report.pays else NO
@@ -88,12 +80,12 @@ def run_check(options: Namespace) -> int:
     """
     if options.model is None:
         sketches = [parse_sketch(text) for text in options.sketches]
-        how = {"planner": _planner(options), "draws": options.draws}
+        how = {"planner": parse_planner(options.planner), "draws": options.draws}
         reports = [check_unbiased(sketch, **how) for sketch in sketches]
     else:
         choice = parse_sketches(options.sketches)
         task = _task(options)
-        sketch_(task.model, choice, planner=_planner(options))
+        sketch_(task.model, choice, planner=parse_planner(options.planner))
         (batch,) = task.take(1)
         how = {"draws": options.draws, "seed": options.seed}
         reports = [check_unbiased(task.model, task.loss_fn, batch, **how)]
@@ -126,9 +118,8 @@ def run_measure(options: Namespace) -> int:
         raise UsageError("--plot shows V by layer; leave out --no-split")
     choice = parse_sketches(options.sketches)
     task = _task(options)
-    with _calm(task.device), Progress(sys.stderr) as line:
-        _train(options, task, line)
-        report = _measure(options, task, _batches(options, task), choice, line)
+    with _calm(task.device), _trained(options, task) as (batches, line):
+        report = _measure(options, task, batches, choice, line)
     _finish(options, report, lambda: noise_chart(report))
     return FINE if report.pays else NO
 
@@ -172,9 +163,7 @@ def run_report(options: Namespace) -> int:
     choice = parse_sketches(options.sketches)
     sketches = [s for s in choice.values() if s] if isinstance(choice, dict) else [choice]
     task = _task(options)
-    with _calm(task.device), Progress(sys.stderr) as line:
-        _train(options, task, line)
-        batches = _batches(options, task)
+    with _calm(task.device), _trained(options, task) as (batches, line):
         plans = []
         for sketch in dict.fromkeys(sketches):
             line.stage(f"planning: the backward of each layer with {sketch!r}")
@@ -209,24 +198,24 @@ def _calm(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _train(options: Namespace, task: Task, line: Progress) -> None:
-    line.stage(f"training exactly for {options.steps} steps")
-    task.make_optimizer(options.optimizer, options.learning_rate)
-    with unhurried(task.device):
-        task.train(options.steps, line.share)
-
-
-def _batches(options: Namespace, task: Task) -> list[Any]:
-    """As many different batches as were asked for, or all there are, and then it says so."""
-    batches = task.take(options.batches)
-    if len(batches) < 2:
-        raise UsageError(
-            f"{len(batches)} different batch: σ² is a variance between batches, give at least two, "
-            "better eight (--batches)"
-        )
-    if len(batches) < options.batches:
-        complain(f"{len(batches)} batches are different, --batches asked for {options.batches}")
-    return batches
+@contextmanager
+def _trained(options: Namespace, task: Task) -> Iterator[tuple[list[Any], Progress]]:
+    """After --steps: as many different batches as were asked for, or all there are, and then it
+    says so; and a line of progress."""
+    with Progress(sys.stderr) as line:
+        line.stage(f"training exactly for {options.steps} steps")
+        task.make_optimizer(options.optimizer, options.learning_rate)
+        with unhurried(task.device):
+            task.train(options.steps, line.share)
+        batches = task.take(options.batches)
+        if len(batches) < 2:
+            raise UsageError(
+                f"{len(batches)} different batch: σ² is a variance between batches, give at least "
+                "two, better eight (--batches)"
+            )
+        if len(batches) < options.batches:
+            complain(f"{len(batches)} batches are different, --batches asked for {options.batches}")
+        yield batches, line
 
 
 def _measure(
@@ -237,24 +226,10 @@ def _measure(
     line: Progress,
 ) -> MeasureReport:
     line.stage("measuring: variance, FLOPs, saved bytes, times")
-    return measure(
-        task.model,
-        task.loss_fn,
-        batches,
-        sketch,
-        planner=_planner(options),
-        draws=options.draws,
-        split=not options.no_split,
-        rounds=options.rounds,
-        overhead=options.overhead / 1e3,
-        seed=options.seed,
-        minutes=options.minutes,
-        progress=line.share,
-    )
-
-
-def _planner(options: Namespace) -> Planner | None:
-    return None if options.planner is None else parse_planner(options.planner)
+    how = {name: getattr(options, name) for name in ("draws", "rounds", "seed", "minutes")}
+    how |= {"planner": parse_planner(options.planner), "progress": line.share}
+    how |= {"split": not options.no_split, "overhead": options.overhead / 1e3}
+    return measure(task.model, task.loss_fn, batches, sketch, **how)
 
 
 def _facts(options: Namespace, task: Task) -> dict[str, str]:

@@ -30,10 +30,10 @@ def parse_sketch(text: str) -> AnySketch:
     return sketch
 
 
-def parse_planner(text: str) -> Planner:
-    """``"Every(50)"``, or a planner of the user's."""
-    planner: Planner = Expression(text, (Planner,), "a planner, for example Every(50)").value()
-    return planner
+def parse_planner(text: str | None) -> Planner | None:
+    """``"Every(50)"``, or a planner of the user's, if there is one."""
+    wanted = "a planner, for example Every(50)"
+    return None if text is None else Expression(text, (Planner,), wanted).value()
 
 
 def parse_sketches(texts: Sequence[str]) -> AnySketch | dict[str, AnySketch | None]:

@@ -47,41 +47,35 @@ class _Agreed(ColumnAtoms):
 class SharedDraw(Planner):
     """One layer's columns for this step, the same on all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int, device: torch.device) -> None:
         self.sketch: ColumnSketch | None = None
         self.index: Tensor | None = None
         self.scale: Tensor | None = None
-        self._used = False
+        self.used = False
+        """In this call of the model."""
+        self._zeros = torch.zeros(columns, device=device)
         self.forget()
 
     def forget(self) -> None:
         """A step begins: nothing was seen, nothing kept."""
-        self.weights: Tensor | None = None
-        self.kept: Tensor | None = None
+        self.weights, self.kept_rows = self._zeros, self._zeros.bool()
         self.used_twice = False
-
-    def called(self) -> None:
-        """The model's forward pass begins."""
-        self._used = False
 
     def atoms(self, sketch: Sketch, vjp: Vjp) -> ColumnAtoms:
         assert isinstance(sketch, ColumnSketch)
         G = vjp.G
         weights = sketch.roots(vjp).square()
-        self.weights = weights if self.weights is None else self.weights + weights
+        self.weights = self.weights + weights
         # Two uses in one call of the model may lie above each other: with one draw they are biased.
         # Backward passes cannot tell: a reentrant checkpoint has one of its own.
-        self.used_twice |= self._used
-        self._used = True
+        self.used_twice |= self.used
+        self.used = True
         if self.index is None or self.scale is None or sketch != self.sketch or self.used_twice:
-            fresh = sketch.atoms(vjp)
-            index, scale = fresh.choose()
+            index, scale = sketch.atoms(vjp).choose()
         else:
             # Columns that are not kept are not looked at; a non-finite one must be seen.
             index, scale = self.index, self.scale + 0 * column_sums(G).sum()
-        if self.kept is None:
-            self.kept = torch.zeros(G.shape[-1], dtype=torch.bool, device=G.device)
-        self.kept.index_fill_(0, index, True)
+        self.kept_rows.index_fill_(0, index, True)
         return _Agreed(weights, sketch.rank(G.shape[-1]), index=index, scale=scale)
 
     def agreed(self, sketch: ColumnSketch, index: Tensor | None, scale: Tensor | None) -> None:
@@ -93,11 +87,14 @@ class SharedDraw(Planner):
 class _Layer:
     name: str
     module: SketchedLinear
-    draw: SharedDraw = field(default_factory=SharedDraw)
     dense: bool = False
     """Agreed by all ranks: its gradient has rows that its draw did not keep."""
-    spoiled: Tensor | None = None
-    """This rank saw such rows in this step: a number, still on the device."""
+
+    def __post_init__(self) -> None:
+        device = self.module.weight.device
+        self.draw = SharedDraw(self.module.out_features, device)
+        self.spoiled = torch.zeros((), device=device)
+        """1 where this rank saw such rows in this step, still on the device."""
 
     @property
     def sketch(self) -> ColumnSketch:
@@ -116,13 +113,9 @@ class _Layer:
 
     def stray(self, grad: Tensor) -> Tensor:
         """1 where ``grad`` has rows outside of what was drawn, 0 where not; no waiting."""
-        found = grad.ne(0).any(1)  # NaN is not 0
-        if self.draw.kept is not None:
-            found = found & ~self.draw.kept
-        stray = found.any().to(grad.dtype)
-        if self.draw.used_twice:
-            stray = torch.ones_like(stray)
-        self.spoiled = stray if self.spoiled is None else torch.maximum(self.spoiled, stray)
+        unseen = grad.ne(0).any(1) & ~self.draw.kept_rows  # NaN is not 0
+        stray = (unseen.any() | self.draw.used_twice).to(grad.dtype)
+        self.spoiled = torch.maximum(self.spoiled, stray)
         return stray
 
 
@@ -159,7 +152,7 @@ class SharedDraws:
         if not (model.training and torch.is_grad_enabled()):
             return
         for layer in self._layers:
-            layer.draw.called()
+            layer.draw.used = False
         if model._join_config.enable:  # type: ignore[union-attr]
             # Ranks that have no more batches answer reductions, but do not agree on draws.
             self._dense_now = True
@@ -175,7 +168,7 @@ class SharedDraws:
         if not layers:
             return
         device = layers[0].module.weight.device
-        parts = [_of_layer(layer, device) for layer in layers]
+        parts = [_of_layer(layer) for layer in layers]
         seen = torch.cat([*parts, torch.tensor([float(self._dense_next)], device=device)])
         dist.all_reduce(seen, group=self._group)
         self._dense_next = False
@@ -183,7 +176,7 @@ class SharedDraws:
         _check_ranks(layers, parts, self._world)
         for layer, part in zip(layers, parts, strict=True):
             layer.dense = bool(part[0] > 0)
-            layer.spoiled = None
+            layer.spoiled.zero_()
         drawn = [_draw(layer, part[3:]) for layer, part in zip(layers, parts, strict=True)]
         draws = torch.cat(drawn)
         dist.broadcast(draws, src=dist.get_global_rank(self._group, 0), group=self._group)
@@ -293,15 +286,10 @@ def _compare_layers(layers: Sequence[_Layer], group: dist.ProcessGroup) -> None:
                 )
 
 
-def _of_layer(layer: _Layer, device: torch.device) -> Tensor:
+def _of_layer(layer: _Layer) -> Tensor:
     """[stray rows seen, r, r², weights...] of this rank."""
-    n = layer.module.out_features
-    weights = layer.draw.weights
-    if weights is None:
-        weights = torch.zeros(n, device=device)
-    stray = torch.zeros((), device=device) if layer.spoiled is None else layer.spoiled
-    size = torch.tensor([layer.rank, layer.rank**2], dtype=torch.float32, device=device)
-    return torch.cat([stray.float().view(1), size, weights.float()])
+    size = layer.spoiled.new_tensor([layer.rank, layer.rank**2])
+    return torch.cat([layer.spoiled.view(1), size, layer.draw.weights]).float()
 
 
 def _check_ranks(layers: Sequence[_Layer], parts: Sequence[Tensor], world: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,22 +78,21 @@ class WireFormat:
         """A draw of the sketch of ``grad``, as bytes."""
         compact = self._compact(grad.reshape(-1, grad.shape[-1]))
         buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=grad.device)
-        for part, (start, size, shape, dtype) in zip(_tensors(compact), self._places, strict=True):
-            buffer[start : start + size].view(dtype).view(shape).copy_(part)
+        for part, place in zip(_tensors(compact), self._parts(buffer), strict=True):
+            place.copy_(part)
         return buffer
+
+    def _parts(self, buffer: Tensor) -> Iterator[Tensor]:
+        """The tensors of a message, as views of its bytes."""
+        for start, size, shape, dtype in self._places:
+            yield buffer[start : start + size].view(dtype).view(shape)
 
     def unpack(self, buffer: Tensor, out: Tensor) -> None:
         """Writes the dense Ĝ of a message into ``out``.
 
         Indices are clamped: bytes that are no message must not write out of range.
         """
-        parts = iter(
-            [
-                buffer[start : start + size].view(dtype).view(shape)
-                for start, size, shape, dtype in self._places
-            ]
-        )
-        out.copy_(_filled(self._template, lambda: next(parts)).dense().view(out.shape))
+        out.copy_(_filled(self._template, self._parts(buffer)).dense().view(out.shape))
 
 
 def wire_format(sketch: Sketch, tensor: Tensor) -> WireFormat | None:
@@ -116,24 +115,23 @@ def _tensors(compact: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _filled(template: Any, part: Callable[[], Tensor]) -> Any:
+def _filled(template: Any, parts: Iterator[Tensor]) -> Any:
     """``template`` with other tensors, in the order of ``_tensors``."""
     sizes = [v for f in fields(template) if isinstance(v := getattr(template, f.name), int)]
     new: dict[str, Any] = {}
     for field in fields(template):
         value = getattr(template, field.name)
         if isinstance(value, Tensor):
-            received = part()
+            received = next(parts)
             if not value.is_floating_point():
                 received = received.long().clamp_(0, sizes[0] - 1)
             new[field.name] = received
         elif is_dataclass(value):
-            new[field.name] = _filled(value, part)
+            new[field.name] = _filled(value, parts)
     return replace(template, **new)
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes of one kind: how many messages, what was sent, what exact training would send."""
 
     messages: int = 0
@@ -154,25 +152,17 @@ class WireReport:
 
     @property
     def total(self) -> Traffic:
-        return Traffic(
-            sum(t.messages for t in self.kinds.values()),
-            sum(t.sent for t in self.kinds.values()),
-            sum(t.exact for t in self.kinds.values()),
-        )
+        return Traffic(*map(sum, zip(Traffic(), *self.kinds.values(), strict=True)))
 
     def as_dict(self) -> dict[str, dict[str, float]]:
         rows = {**self.kinds, "total": self.total}
-        return {
-            kind: {"messages": t.messages, "sent": t.sent, "exact": t.exact, "ratio": t.ratio}
-            for kind, t in rows.items()
-        }
+        return {kind: {**t._asdict(), "ratio": t.ratio} for kind, t in rows.items()}
 
     def __str__(self) -> str:
-        rows = {**self.kinds, "total": self.total}
         return "\n".join(
             f"{kind}: {t.messages} messages, {t.sent:,} bytes sent, {t.exact:,} exact, "
             f"ratio {t.ratio:.4f}"
-            for kind, t in rows.items()
+            for kind, t in {**self.kinds, "total": self.total}.items()
         )
 
 

@@ -44,22 +44,21 @@ class Selector:
         return [name for name, module in layers.items() if picks(module, name)]
 
     def __and__(self, other: Selector | Predicate) -> Selector:
-        right = as_selector(other)
-
-        def bind(layers: Layers) -> Predicate:
-            a, b = self.bind(layers), right.bind(layers)
-            return lambda module, name: a(module, name) and b(module, name)
-
-        return Selector(f"({self} & {right})", bind)
+        return self._with(other, "&", lambda a, b: lambda *layer: a(*layer) and b(*layer))
 
     def __or__(self, other: Selector | Predicate) -> Selector:
+        return self._with(other, "|", lambda a, b: lambda *layer: a(*layer) or b(*layer))
+
+    def _with(
+        self,
+        other: Selector | Predicate,
+        sign: str,
+        both: Callable[[Predicate, Predicate], Predicate],
+    ) -> Selector:
         right = as_selector(other)
-
-        def bind(layers: Layers) -> Predicate:
-            a, b = self.bind(layers), right.bind(layers)
-            return lambda module, name: a(module, name) or b(module, name)
-
-        return Selector(f"({self} | {right})", bind)
+        return Selector(
+            f"({self} {sign} {right})", lambda layers: both(self.bind(layers), right.bind(layers))
+        )
 
     def __rand__(self, other: Predicate) -> Selector:
         return as_selector(other) & self
@@ -69,8 +68,8 @@ class Selector:
 
     def __invert__(self) -> Selector:
         def bind(layers: Layers) -> Predicate:
-            a = self.bind(layers)
-            return lambda module, name: not a(module, name)
+            picks = self.bind(layers)
+            return lambda module, name: not picks(module, name)
 
         return Selector(f"~{self}", bind)
 
@@ -118,13 +117,7 @@ def as_selector(rule: Selector | Predicate) -> Selector:
             f"{rule!r} is not a filter; give a function (module, name) -> bool, or one of "
             "sketchprop.select, for example select.linear & select.named('blocks.*')"
         )
-    return where(rule)
-
-
-def where(predicate: Predicate) -> Selector:
-    """The layers for which ``predicate(module, name)`` is true."""
-    text = getattr(predicate, "__name__", repr(predicate))
-    return Selector(text, lambda layers: predicate)
+    return Selector(getattr(rule, "__name__", repr(rule)), lambda layers: rule)
 
 
 def named(*patterns: str) -> Selector:

@@ -14,17 +14,15 @@ ROOM = 1.25
 """Most queries of one sample, as a multiple of the even share."""
 
 
-def default_queries(budget: float | int) -> float:
-    """At equal shares attention makes much of the noise, so that it keeps a tenth more."""
-    return 1.0 if isinstance(budget, int) else min(1.0, round(budget + 0.1, 10))
+QUERIES, KEYS = 0.1, 0.4
+"""More shares than of rows, unless given. At equal shares attention makes much of the noise, so
+that it keeps a tenth more; 0.7 of the rows of K and V at a budget of 0.3 add next to no noise.
+``python -m experiments noise`` measures what each choice adds."""
 
 
-def default_keys(budget: float | int) -> float:
-    """Rows of K and V: 0.7 of them at a budget of 0.3, which adds next to no noise.
-
-    ``python -m experiments noise`` measures what each choice adds.
-    """
-    return 1.0 if isinstance(budget, int) else min(1.0, round(budget + 0.4, 10))
+def more(budget: float | int, share: float) -> float:
+    """A larger budget; all where it is a number of rows."""
+    return 1.0 if isinstance(budget, int) else min(1.0, round(budget + share, 10))
 
 
 def check_save(save: object) -> None:
@@ -74,12 +72,12 @@ class Tokens:
     @property
     def query_budget(self) -> float | int:
         """Kept tokens of each sample in attention."""
-        return default_queries(self.budget) if self.queries is None else self.queries
+        return more(self.budget, QUERIES) if self.queries is None else self.queries
 
     @property
     def key_budget(self) -> float | int:
         """Kept rows of K and V."""
-        return default_keys(self.budget) if self.keys is None else self.keys
+        return more(self.budget, KEYS) if self.keys is None else self.keys
 
     @property
     def capacity(self) -> float:
@@ -89,7 +87,7 @@ class Tokens:
         there it is the room that the default number of queries would have.
         """
         rows, queries = self.budget, self.query_budget
-        usual = default_queries(rows)
+        usual = more(rows, QUERIES)
         shares = isinstance(rows, float) and isinstance(queries, float)
         return ROOM * usual / queries if shares and rows <= queries < usual else ROOM
 
@@ -104,7 +102,7 @@ class Tokens:
         return Rows(budgets.get(part, self.budget))
 
     def keeps_all(self, B: int, n: int, d: int) -> bool:
-        return all(self.of(part).keeps_all(B, n, d) for part in PARTS)
+        return all(self.of(part).keeps_all(B, n, d) for part in ("rows", "queries", "keys"))
 
     def kept(self, B: int, n: int, d: int) -> float:
         return self.rest.kept(B, n, d)
@@ -122,7 +120,3 @@ class Tokens:
 
     def __repr__(self) -> str:
         return as_call(self)
-
-
-PARTS = ("rows", "queries", "keys")
-"""What a linear layer of a block can be a part of."""
