@@ -40,8 +40,6 @@ def run_advise(options: Namespace) -> int:
     examples:
       sketchprop advise --model vit --steps 50 --optimizer adamw --minutes 1
       sketchprop advise --model mycode:make --minutes 5 --json advice.json
-          make() returns (model, loss_fn, batches), or (model, loss_fn, batches, optimizer);
-          loss_fn(model, batch) is a scalar
       sketchprop advise --model vit --trial 3 --plot losses.png
     """
     if options.plot and not options.trial:
@@ -110,8 +108,6 @@ def run_measure(options: Namespace) -> int:
       sketchprop measure --model vit --sketch 'Tokens(0.3)'
       sketchprop measure --model vit --sketch 'blocks.*.mlp.*=Rows(0.3)' --draws 16 --plot v.png
       sketchprop measure --model mycode:make --sketch 'Tokens(0.2)' --json report.json
-          make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar; of batches,
-          a list or a loader, as many as --batches are taken
       sketchprop measure --model mlp --steps 469 --sketch '0=L1(0.1)'     only the first layer
     """
     if options.plot and options.no_split:
@@ -134,7 +130,6 @@ def run_plan(options: Namespace) -> int:
     examples:
       sketchprop plan --model vit
       sketchprop plan --model mycode:make --sketch 'Rows(0.3)' --plot plan.png
-          make() returns (model, loss_fn, batches)
     """
     sketch = parse_sketch(options.sketches[0])
     task = _task(options)
@@ -158,7 +153,6 @@ def run_report(options: Namespace) -> int:
       sketchprop report                                   the paper's MLP, Tokens(0.3), random data
       sketchprop report --model vit --sketch 'Tokens(0.3)' --output vit.html
       sketchprop report --model mycode:make --sketch 'blocks.*=Tokens(0.3)' --batches 4 --draws 8
-          make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar
     """
     choice = parse_sketches(options.sketches)
     sketches = [s for s in choice.values() if s] if isinstance(choice, dict) else [choice]
@@ -170,7 +164,16 @@ def run_report(options: Namespace) -> int:
             rounds = max(1, options.rounds)
             plans.append(plan(task.model, task.loss_fn, batches[0], sketch=sketch, rounds=rounds))
         measured = _measure(options, task, batches, choice, line)
-    facts = {**_facts(options, task), **setup_facts(task.device)}
+    parameters = sum(p.numel() for p in task.model.parameters())
+    random = f"random, batches of {options.batch_size}"
+    facts = {
+        "command": shlex.join(["sketchprop", *options.words]),
+        "model": f"{options.model}, {parameters:,} parameters",
+        "data": "the factory's" if ":" in options.model else random,
+        "exact steps before": str(options.steps),
+        "seed": str(options.seed),
+        **setup_facts(task.device),
+    }
     title = options.title or f"{options.model}: does sketching pay?"
     page = html_report(measured, plans, title=title, facts=facts)
     Path(options.output).write_text(page, encoding="utf-8")
@@ -228,23 +231,7 @@ def _measure(
     line.stage("measuring: variance, FLOPs, saved bytes, times")
     how = {name: getattr(options, name) for name in ("draws", "rounds", "seed", "minutes")}
     how |= {"planner": parse_planner(options.planner), "progress": line.share}
-    how |= {"split": not options.no_split, "overhead": options.overhead / 1e3}
-    return measure(task.model, task.loss_fn, batches, sketch, **how)
-
-
-def _facts(options: Namespace, task: Task) -> dict[str, str]:
-    parameters = sum(p.numel() for p in task.model.parameters())
-    random = f"random, batches of {options.batch_size}"
-    facts = {
-        "command": shlex.join(["sketchprop", *options.words]),
-        "model": f"{options.model}, {parameters:,} parameters",
-        "data": "the factory's" if ":" in options.model else random,
-        "exact steps before": str(options.steps),
-        "seed": str(options.seed),
-    }
-    if options.overhead:
-        facts["overhead of a step"] = f"{options.overhead:g} ms"
-    return facts
+    return measure(task.model, task.loss_fn, batches, sketch, split=not options.no_split, **how)
 
 
 def _finish(options: Namespace, report: Report, picture: Callable[[], Picture]) -> None:

@@ -82,13 +82,13 @@ class Expression:
     def value(self) -> Any:
         """The object that is meant; made, or found in the user's module."""
         prefix = re.match(r"([\w.]+):", self.text.strip())
-        scopes = [load_module(prefix[1])] if prefix else []
+        scopes = [load_module(prefix[1]), built_in] if prefix else [built_in]
         call = self.text.strip()[prefix.end() if prefix else 0 :]
         try:
             node = ast.parse(call, mode="eval").body
         except SyntaxError:
-            raise self._refusal() from None
-        return self._read(node, [*scopes, built_in])
+            raise UsageError(f"{self.text!r} is not {self.wanted}") from None
+        return self._read(node, scopes)
 
     def _read(self, node: ast.expr, scopes: Sequence[Any]) -> Any:
         if isinstance(node, ast.Name):
@@ -97,7 +97,7 @@ class Expression:
                 return meant
             raise UsageError(f"{self.text!r} has no budget; type for example {node.id}(0.1)")
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-            raise self._refusal()
+            raise UsageError(f"{self.text!r} is not {self.wanted}")
         kind = self._look_up(node.func.id, scopes)
         if isinstance(kind, self.kinds):
             raise UsageError(
@@ -129,6 +129,3 @@ class Expression:
             f"{name!r} in {self.text!r} is a {type(meant).__name__}, not {self.wanted}, or a class "
             f"derived from sketchprop.{self.kinds[0].__name__}"
         )
-
-    def _refusal(self) -> UsageError:
-        return UsageError(f"{self.text!r} is not {self.wanted}")

@@ -26,7 +26,7 @@ from ..core.sampling import Uniforms, draw, draw_uniforms
 from ..core.vjp import Vjp
 from ..layers import SketchedLinear
 from ..sketches import ColumnSketch, Planner, Sketch
-from ..sketches.planners import STALE_FLOOR
+from ..sketches.planners import floored
 from .wire import WireCounter
 
 ROWS, DENSE, WEIGHTS = "gradients", "gradients, dense", "weights and draws"
@@ -48,16 +48,18 @@ class SharedDraw(Planner):
     """One layer's columns for this step, the same on all ranks."""
 
     def __init__(self, columns: int, device: torch.device) -> None:
-        self.sketch: ColumnSketch | None = None
-        self.index: Tensor | None = None
-        self.scale: Tensor | None = None
         self.used = False
         """In this call of the model."""
         self._zeros = torch.zeros(columns, device=device)
+        self.begin(None)
+
+    def begin(self, sketch: ColumnSketch | None, index: Any = None, scale: Any = None) -> None:
+        """A step for which all ranks agreed on columns, or on none: then each draws its own."""
+        self.sketch, self.index, self.scale = sketch, index, scale
         self.forget()
 
     def forget(self) -> None:
-        """A step begins: nothing was seen, nothing kept."""
+        """Nothing was seen, nothing kept."""
         self.weights, self.kept_rows = self._zeros, self._zeros.bool()
         self.used_twice = False
 
@@ -70,17 +72,13 @@ class SharedDraw(Planner):
         # Backward passes cannot tell: a reentrant checkpoint has one of its own.
         self.used_twice |= self.used
         self.used = True
-        if self.index is None or self.scale is None or sketch != self.sketch or self.used_twice:
+        if self.index is None or sketch != self.sketch or self.used_twice:
             index, scale = sketch.atoms(vjp).choose()
         else:
             # Columns that are not kept are not looked at; a non-finite one must be seen.
             index, scale = self.index, self.scale + 0 * column_sums(G).sum()
         self.kept_rows.index_fill_(0, index, True)
         return _Agreed(weights, sketch.rank(G.shape[-1]), index=index, scale=scale)
-
-    def agreed(self, sketch: ColumnSketch, index: Tensor | None, scale: Tensor | None) -> None:
-        self.sketch, self.index, self.scale = sketch, index, scale
-        self.forget()
 
 
 @dataclass(eq=False)
@@ -157,7 +155,7 @@ class SharedDraws:
             # Ranks that have no more batches answer reductions, but do not agree on draws.
             self._dense_now = True
             for layer in self._layers:
-                layer.draw.agreed(layer.sketch, None, None)
+                layer.draw.begin(layer.sketch)
         elif self._finished:
             self._finished = False
             self._agree()
@@ -184,10 +182,8 @@ class SharedDraws:
         self._dense_now = bool(wish > 0)
         for layer, own in zip(layers, torch.split(draws, [len(d) for d in drawn]), strict=True):
             index, scale = own.chunk(2)
-            if layer.dense or self._dense_now:
-                layer.draw.agreed(layer.sketch, None, None)
-            else:
-                layer.draw.agreed(layer.sketch, index.long(), scale.view(torch.float32))
+            shared = (index.long(), scale.view(torch.float32))
+            layer.draw.begin(layer.sketch, *(() if layer.dense or self._dense_now else shared))
             if layer.dense:
                 layer.module.sketching.planner = None
 
@@ -305,10 +301,8 @@ def _check_ranks(layers: Sequence[_Layer], parts: Sequence[Tensor], world: int) 
 
 def _draw(layer: _Layer, weights: Tensor) -> Tensor:
     """[indices, 1/p as bits] in int32; what rank 0 makes is what counts."""
-    n, r = len(weights), layer.rank
-    p = water_fill(weights.sqrt(), r)
-    p = torch.where(p.isfinite(), p, r / n) * (1 - STALE_FLOOR) + STALE_FLOOR * r / n
-    index, scale = draw(p, r)
+    r = layer.rank
+    index, scale = draw(floored(water_fill(weights.sqrt(), r), r), r)
     bits = scale.to(solve_dtype(weights)).float().view(torch.int32)
     return torch.cat([index.to(torch.int32), bits])
 

@@ -62,8 +62,8 @@ class SketchedBoundary(ABC):  # as torch's stages: only a like layout can become
         self.counter = counter or WireCounter()
         self._formats, self._arriving, self._leaving = {}, {}, {}
         self._inferred = None
-        self._settings = Settings(self.group, "stage", self.stage_index, self.num_stages)
-        self._settings.announce(f"{type(sketch).__module__}.{sketch!r}")
+        mine = f"{type(sketch).__module__}.{sketch!r}"
+        self._settings = Settings(self.group, self.stage_index, self.num_stages, mine)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         ops: list[dist.P2POp] = super().get_bwd_send_ops(bwd_chunk_id)  # type: ignore[misc]

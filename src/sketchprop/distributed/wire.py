@@ -40,32 +40,26 @@ def check_sendable(sketch: object) -> None:
         )
 
 
-def _no_draw(p: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Numbers for a draw of which only the shape counts: the generator stays as it is."""
-    return p.new_zeros(shape)
-
-
 class WireFormat:
     """One buffer of a fixed size for the sketch of a gradient with a given shape and dtype.
 
-    Indices come first, as int32, then values in the gradient's dtype with 1/p in them. Which
-    parts there are follows from the sketch of a gradient of zeros, so both ends find the same.
+    Indices as int32, values in the gradient's dtype with 1/p in them, each aligned. Which parts
+    there are follows from the sketch of a gradient of zeros, so both ends find the same.
     """
 
     def __init__(self, sketch: Sketch, shape: torch.Size, dtype: torch.dtype, device: torch.device):
         self._sketch = sketch
         self._samples = sketch.samples_of(tuple(shape[:-1]))
         zeros = torch.zeros(shape[:-1].numel(), shape[-1], dtype=dtype, device=device)
-        self._template = self._compact(zeros, _no_draw)
-        parts = list(_tensors(self._template))
-        places: dict[int, tuple[int, int, torch.Size, torch.dtype]] = {}
+        # Only the shapes of this draw count: the generator stays as it is.
+        self._template = self._compact(zeros, lambda p, shape: p.new_zeros(shape))
+        self._places: list[tuple[int, int, torch.Size, torch.dtype]] = []
         self.nbytes = 0
-        for i in sorted(range(len(parts)), key=lambda i: parts[i].is_floating_point()):
-            kind = dtype if parts[i].is_floating_point() else torch.int32
-            size = parts[i].numel() * kind.itemsize
-            places[i] = (self.nbytes, size, parts[i].shape, kind)
+        for part in _tensors(self._template):
+            kind = dtype if part.is_floating_point() else torch.int32
+            size = part.numel() * kind.itemsize
+            self._places.append((self.nbytes, size, part.shape, kind))
             self.nbytes += -(-size // _ALIGN) * _ALIGN
-        self._places = [places[i] for i in range(len(parts))]
 
     def _compact(self, G: Tensor, uniforms: Uniforms = draw_uniforms) -> CompactGradient:
         return self._sketch(Vjp(G, samples=self._samples), uniforms)

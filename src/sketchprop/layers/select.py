@@ -9,7 +9,7 @@ like ``and`` and ``or``, ``&`` and ``|`` ask the right side only where the left 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -18,7 +18,7 @@ from torch import nn
 from .blocks import SketchedBlock
 from .known import block_class, sketched_class
 
-Layers = Mapping[str, nn.Module]
+Layers = dict[str, nn.Module]
 Predicate = Callable[[nn.Module, str], bool]
 
 
@@ -159,11 +159,8 @@ linear = Selector("linear", (~(conv | attention)).bind)
 """Linear layers: ``nn.Linear``, transformers' ``Conv1D``, and layers made ``sketchable``."""
 
 
-_ADAPTER_PARTS = {"lora_A", "lora_B", "original_module"}
-
-
 def _of_adapter(module: nn.Module, name: str) -> bool:
-    return not _ADAPTER_PARTS.isdisjoint(name.split("."))
+    return not {"lora_A", "lora_B", "original_module"}.isdisjoint(name.split("."))
 
 
 adapters = Selector("adapters", lambda layers: _of_adapter)
@@ -171,21 +168,16 @@ adapters = Selector("adapters", lambda layers: _of_adapter)
 nothing to save, and the unused originals of layers that it trains as copies."""
 
 
-def _end(position: int, rule: Selector) -> Callable[[Layers], Predicate]:
-    def bind(layers: Layers) -> Predicate:
-        picks = rule.bind(layers)
-        names = [name for name, module in layers.items() if picks(module, name)]
-        return lambda module, name: bool(names) and name == names[position]
-
-    return bind
-
-
 everything = Selector("everything", lambda layers: lambda module, name: True)
 """Every layer that can be sketched."""
 
-first = Selector("first", _end(0, everything))
-"""The first layer, which usually needs no input gradient."""
 
-last = Selector("last", _end(-1, linear & ~adapters))
+def _is_last(layers: Layers) -> Predicate:
+    picks = (linear & ~adapters).bind(layers)
+    head = next((n for n, module in reversed(layers.items()) if picks(module, n)), None)
+    return lambda module, name: name == head
+
+
+last = Selector("last", _is_last)
 """The last linear layer, adapters aside: in most models the head, whose gradient all others build
 on."""

@@ -92,7 +92,8 @@ def _template() -> Any:
         ) from error
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"prose": _prose, "svg": lambda chart: Markup(as_svg(chart))}
+    environment.filters["prose"] = _prose
+    environment.filters["svg"] = lambda chart: Markup(as_svg(chart))
     source = files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(source)
 
