@@ -12,7 +12,7 @@ import torch.distributed as dist
 PATIENCE = timedelta(seconds=30)
 """How long a stage waits for its neighbour's settings; it has sent activations already."""
 
-VERSION = 2
+VERSION = 1
 """Of the message's format."""
 
 
