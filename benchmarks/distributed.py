@@ -31,7 +31,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import sketchprop as sp
-from sketchprop.data import mnist, normalised
+from experiments.data import mnist, normalised
 from sketchprop.distributed import SketchedPipelineStage, share_draws_
 from sketchprop.zoo import mlp
 

@@ -37,9 +37,12 @@ from torch import Tensor, nn
 
 import sketchprop as sp
 from sketchprop.core.stopwatch import clock_of, unhurried
-from sketchprop.data import DataError, cifar10
 from sketchprop.meters.advising.curves import levels, seconds_to
 from sketchprop.zoo import ViT
+
+sys.path.append(str(Path(__file__).parents[1]))  # this checkout, which has a reader of CIFAR-10
+
+from experiments.data import DataError, cifar10
 
 TURNS = 18
 """About so many for each way of training, with a measurement of the loss after each."""

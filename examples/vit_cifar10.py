@@ -22,14 +22,18 @@ import argparse
 import copy
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sketchprop as sp
-from sketchprop.data import cifar10
 from sketchprop.zoo import ViT
+
+sys.path.append(str(Path(__file__).parents[1]))  # this checkout, which has a reader of CIFAR-10
+
+from experiments.data import cifar10
 
 
 class Run:

@@ -6,18 +6,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sketchprop.data import DataError
-
 from .advise.study import ADVISE
 from .cifar.study import STUDIES
+from .iso_flop.study import ISO_FLOP
 from .lab import ExperimentError
 from .mnist.study import MNIST
 from .noise.study import NOISE
 from .pay.study import PAY
-from .rcs.study import RCS
-from .weight_variance.study import WEIGHT_VARIANCE
 
-COMMANDS = (MNIST, RCS, WEIGHT_VARIANCE, NOISE, ADVISE, PAY)
+COMMANDS = (MNIST, ISO_FLOP, NOISE, ADVISE, PAY)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
         return code
-    except (ExperimentError, DataError) as error:
+    except ExperimentError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     except KeyboardInterrupt:

@@ -12,12 +12,8 @@ from .lab import ExperimentError
 
 BUDGET = "{p}"
 EXACT = "exact"
-BATCH = "batch("
-"""Starts the expression of a run that is exact, on a smaller batch."""
 PLACES = ("all", "first", "last")
 """Which layers are sketched; the first is the one next to the data."""
-RENAMED: dict[str, str] = {"weights=": "by="}
-"""Words of stored expressions, which never change, and what the library calls them today."""
 
 
 @dataclass(frozen=True)
@@ -66,30 +62,26 @@ def colour(name: str) -> tuple[float, ...]:
 
 _FL = ("all", "first", "last")
 _A, _B, _P, _S = "1a", "1b", "2a", "2b"
-_LM, _LC, _LS, _C, _R = "location-masks", "location-coordinate", "location-spectral", "cifar", "rcs"
+_LM, _LC, _LS, _C = "location-masks", "location-coordinate", "location-spectral", "cifar"
 _EVERY = (_A, _B, _P, _S, _LM, _LC, _LS, _C)
 _IND = 'sampling="independent", exact_bias=False'
 _PAPER = "paper=True, exact_bias=False"
-_GX = 'weights="gradient_input"'
 
 # The paper's formulas are taken literally (paper=True), and the bias gradient from Ĝ as there.
 # Its figures 1a and 1b show `diag_optimal_sec_mom` under the legend RCS and `optimal_sec_mom`
 # under DS; the legends here follow what is run.
 _METHODS = (
-    Method("l1", "ℓ1", "L1({p}, exact_bias=False)", "l1", (_A, _P, _S, _LC, _C, _R), places=_FL),
+    Method("l1", "ℓ1", "L1({p}, exact_bias=False)", "l1", (_A, _P, _S, _LC, _C), places=_FL),
     Method("l1-independent", "ℓ1, independent", f"L1({{p}}, {_IND})", "l1", (_A,), "--"),
-    Method("ds", "DS", f"Diagonal({{p}}, {_PAPER})", "ds", (_A, _B, _S, _LC, _C, _R), places=_FL),
+    Method("ds", "DS", f"Diagonal({{p}}, {_PAPER})", "ds", (_A, _B, _S, _LC, _C), places=_FL),
     Method("ds-independent", "DS, independent", f"Diagonal({{p}}, {_IND}, paper=True)", "ds",
            (_A,), "--"),
-    Method("gsv", "G-SV", "GradientSVD({p}, exact_bias=False)", "gsv", (_A, _S, _LS, _C, _R),
+    Method("gsv", "G-SV", "GradientSVD({p}, exact_bias=False)", "gsv", (_A, _S, _LS, _C),
            places=_FL),
     Method("gsv-independent", "G-SV, independent", f"GradientSVD({{p}}, {_IND})", "gsv", (_A,),
            "--"),
-    Method("rcs", "RCS", f"RankConstrained({{p}}, {_PAPER})", "rcs", (_A, _B, _S, _LS, _C, _R),
+    Method("rcs", "RCS", f"RankConstrained({{p}}, {_PAPER})", "rcs", (_A, _B, _S, _LS, _C),
            places=_FL),
-    # Not in the paper: no direction of G is invisible, so dW is unbiased in every layer.
-    Method("rcs-corrected", "RCS, corrected", "RankConstrained({p}, exact_bias=False)", "rcs",
-           (_R,), "-."),
     Method("rcs-independent", "RCS, independent", f"RankConstrained({{p}}, {_IND}, paper=True)",
            "rcs", (_A,), "--"),
     Method("element", "per element", f"ElementMask({{p}}, {_IND})", "element", (_B, _LM, _C),
@@ -111,24 +103,7 @@ _METHODS = (
            "control samples", _EVERY, ":", sketched="last", control=True),
     # Not in the paper: rows of G by ‖g_b‖; those that the last layer keeps are kept by all.
     Method("rows", "rows by importance", "Rows({p}, exact_bias=False)", "rows", (_B, _S), "-."),
-    Method(EXACT, "baseline", "", "baseline", (*_EVERY, _R)),
-    # The library's sketches as they are by default, peers and controls.
-    Method("batch", "batch", f"{BATCH}{{p}})", "sample"),
-    Method("default-columns", "uniform columns", "ColumnMask({p})"),
-    Method("default-l1", "ℓ1", "L1({p})", "l1"),
-    Method("default-ds", "DS", "Diagonal({p})"),
-    Method("default-gsv", "G-SV", "GradientSVD({p})"),
-    Method("samples", "samples, each layer", 'Rows({p}, unit="sample")'),
-    Method("samples-one", "samples, one draw", 'Rows({p}, unit="sample")', "rows",
-           sketched="everywhere"),
-    Method("tokens", "tokens ‖g‖", 'Rows({p}, unit="token")', "gsv"),
-    Method("tokens-input", "tokens ‖g‖‖x‖", f"Rows({{p}}, {_GX})"),
-    Method("tokens-independent", "tokens ‖g‖‖x‖, independent",
-           f'Rows({{p}}, {_GX}, sampling="independent")'),
-    Method("tokens-shuffled", "tokens ‖g‖‖x‖, shuffled",
-           f"experiments.peers:ShuffledRows({{p}}, {_GX})"),
-    Method("vcas", "VCAS", "experiments.peers:BalancedVCAS({p})"),
-    Method("wta", "WTA-CRS", "experiments.peers:WTACRS({p})"),
+    Method(EXACT, "baseline", "", "baseline", _EVERY),
 )  # fmt: skip
 METHODS = {method.name: method for method in _METHODS}
 
@@ -143,10 +118,8 @@ def find_method(name: str) -> Method:
 
 def make_sketch(expression: str) -> AnySketch | None:
     """The sketch of a run's layers; ``None`` for exact ones."""
-    if not expression or expression.startswith(BATCH):
+    if not expression:
         return None
-    for stored, today in RENAMED.items():
-        expression = expression.replace(stored, today)
     try:
         sketch = parse_sketch(expression)
     except UsageError as error:
@@ -160,12 +133,3 @@ def layer_sketch(expression: str) -> Sketch | None:
     if not (sketch is None or isinstance(sketch, Sketch)):
         raise ExperimentError(f"{expression} is for whole blocks; give a sketch of one layer")
     return sketch
-
-
-def share_of(expression: str) -> float:
-    """The budget of a smaller batch; 0 for any other expression.
-
-    >>> share_of("batch(0.3)"), share_of("L1(0.3)")
-    (0.3, 0.0)
-    """
-    return float(expression.removeprefix(BATCH)[:-1]) if expression.startswith(BATCH) else 0.0

@@ -11,33 +11,73 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import sketchprop as sp
+from sketchprop.core.compact import KeptRows, OfRows, RowAtoms, TwoSided, Whole, take_rows
+from sketchprop.core.cost import Cost, Size
 from sketchprop.core.random import seed_generators
+from sketchprop.core.sampling import Uniforms, draw_uniforms
 from sketchprop.core.vjp import Vjp
 from sketchprop.layers.choose import refusal
 from sketchprop.layers.isolation import no_gradient_hooks
 from sketchprop.layers.select import blocks_of, sketchable_layers
 from sketchprop.meters.noise.gradients import Loss, scalar_loss, squared_distance, squared_norm
 from sketchprop.meters.restore import Buffers, call_hooks, restored
-from sketchprop.sketches import Rows
+from sketchprop.sketches import Rows, RowSketch
 
-from .peers import VCAS
+
+@dataclass(frozen=True)
+class _Samples(RowAtoms):
+    """The samples that SampleA left for dX; for dW rows among them, drawn once more."""
+
+    _: KW_ONLY
+    by_row: Rows
+
+    def draw(self, vjp: Vjp, uniforms: Uniforms = draw_uniforms) -> TwoSided:
+        first = super().draw(vjp, uniforms)
+        assert isinstance(first, KeptRows)
+        assert vjp.X is not None
+        kept = Vjp(first.values, vjp.W, take_rows(vjp.X, first.index))
+        inner = self.by_row(kept, uniforms)
+        return TwoSided(first, OfRows(first.index, inner, first.B), Whole(vjp.G))
 
 
 @dataclass(frozen=True, repr=False)
-class SampleW(VCAS):
-    """dX from all rows that SampleA left; dW from ``budget`` of these, p ∝ ‖g_b‖‖x_b‖."""
+class SampleW(RowSketch):
+    """dX from all rows that SampleA left; dW from ``budget`` of these, in the mean, by independent
+    coins with p ∝ ‖g_b‖‖x_b‖; db is exact."""
+
+    sampling: str = "independent"
+
+    sees: ClassVar[str] = "GX"
+    by_sample: ClassVar[Rows] = Rows(1.0, by="nonzero", unit="sample")
 
     @property
-    def by_sample(self) -> Rows:
-        return Rows(1.0, by="nonzero", unit="sample")
+    def by_row(self) -> Rows:
+        return Rows(self.budget, by="gradient_input", unit="token", sampling="independent")
+
+    def importance(self, vjp: Vjp) -> Tensor:
+        return self.by_sample.importance(vjp)
+
+    def atoms(self, vjp: Vjp) -> _Samples:
+        vjp.input(self)
+        drawn = self.by_sample.atoms(vjp)
+        return _Samples(
+            drawn.probabilities, drawn.rank, drawn.sampling, drawn.units, by_row=self.by_row
+        )
+
+    def keeps_all(self, B: int, n: int, d: int) -> bool:
+        return super().keeps_all(B, n, d) and self.by_sample.keeps_all(B, n, d)
+
+    def cost(self, size: Size, *, lasting: bool = False) -> Cost:
+        samples = self.by_sample.cost(size._replace(weight_grad=False))
+        return samples.plus(self.by_row.cost(size._replace(input_grad=False)))
 
 
 @dataclass(frozen=True)

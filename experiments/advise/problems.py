@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sketchprop import data
 from sketchprop.zoo import mlp
 
+from .. import data
 from ..lab.problem import Problem
 from ..lab.trainer import generator
 from ..mnist.stack import load as load_mnist

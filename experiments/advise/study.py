@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from sketchprop.meters.noise.variance import Progress
 
 from ..lab import ExperimentError
 from ..lab.checkpoints import FOLDER, Checkpoint
-from ..lab.engine import progress_bar
+from ..lab.engine import progress_lines
 from ..lab.pages import made_on, number_text, read_json, write_csv, write_json
 from ..lab.problem import Problem
 from ..lab.study import MeasuredStudy
@@ -79,14 +78,12 @@ def trained(name: str, settings: Settings, out: Path) -> tuple[Problem, Trainer,
     return problem, trainer, steps
 
 
-@contextmanager
-def telling(name: str, quiet: bool) -> Iterator[Progress | None]:
-    """Shows how much of a task is done."""
+def telling(name: str, quiet: bool) -> Progress | None:
+    """Says how much of a task is done."""
     if quiet:
-        yield None
-        return
-    with progress_bar() as report:
-        yield lambda share: report(share, 1.0, name)
+        return None
+    report = progress_lines()
+    return lambda share: report(share, 1.0, name)
 
 
 def ask(
@@ -100,11 +97,10 @@ def ask(
 
     source = generator("advised", 0)
     batches = [problem.draw(source, problem.batch_size) for _ in range(settings.batches)]
-    with telling(name, quiet) as progress:
-        advice = sp.advise(
-            trainer.model, loss_fn, batches, optimizer=trainer.optimizer,
-            minutes=settings.minutes, progress=progress,
-        )  # fmt: skip
+    advice = sp.advise(
+        trainer.model, loss_fn, batches, optimizer=trainer.optimizer,
+        minutes=settings.minutes, progress=telling(name, quiet),
+    )  # fmt: skip
     facts = {"title": problem.title, "batch": problem.batch_size, "steps": steps}
     return advice, {**facts, "minutes": settings.minutes}
 
@@ -151,8 +147,8 @@ class AdviseStudy(MeasuredStudy):
             if options.task not in (None, name) or (done and not options.task):
                 continue
             problem, trainer, _ = trained(name, settings, out)
-            with telling(name, options.quiet) as progress:
-                line = try_out(problem, trainer, answer, options.trial, progress)
+            progress = telling(name, options.quiet)
+            line = try_out(problem, trainer, answer, options.trial, progress)
             tried = {**_trials(out), name: line}
             write_json(out / TRIALS, {task: tried[task] for task in ORDER if task in tried})
             if not options.quiet:
@@ -243,6 +239,6 @@ def _table(line: dict[str, Any]) -> list[list[str]]:
 ADVISE = AdviseStudy(
     name="advise",
     help="what advise says of real tasks, in two minutes each",
-    out="docs/results/advise",
+    published={"cpu": "advise"},
     settings=Settings(),
 )

@@ -11,16 +11,18 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
-from sketchprop import data, zoo
+from sketchprop import zoo
 from sketchprop.core.cost import Size
 from sketchprop.layers import select
 from sketchprop.meters.cost.shapes import recorded_uses
 
+from ..data import cifar10
 from ..lab.checkpoints import Checkpoint
 from ..lab.pictures import Parts, PictureFeed, split
 from ..lab.sweep import Run
 from ..lab.trainer import Recipe, Trainer, accuracy, best_device, initialised, outputs
 from ..methods import layer_sketch
+from .bagnet import BagNet
 from .study import SIZES, CifarCell, parse_size
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -34,7 +36,7 @@ TRAINING_ROWS, TEST_ROWS = 50_000, 10_000
 def load(train_rows: int, validation_rows: int, test_rows: int) -> Parts:
     """CIFAR-10, a part of its training set kept apart for choosing."""
     rows = (train_rows, validation_rows, test_rows)
-    return split(data.cifar10(train=True), data.cifar10(train=False), rows)
+    return split(cifar10(train=True), cifar10(train=False), rows)
 
 
 def model_of(cell: CifarCell) -> nn.Module:
@@ -43,7 +45,7 @@ def model_of(cell: CifarCell) -> nn.Module:
     options: dict[str, Any] = {k: v[0] if len(v) == 1 else v for k, v in given.items()}
     if cell.model == "bagnet17":
         # On a CPU a third faster than channels first.
-        return zoo.BagNet(**options).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+        return BagNet(**options).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
     return zoo.ViT(dropout=cell.dropout, **options)
 
 

@@ -33,7 +33,7 @@ Trained = tuple["Job", list[Row]]
 Engine = Callable[[Sequence["Job"], int], Iterator[Trained]]
 Report = Callable[[float, float, str], None]
 LINE_EVERY = 20.0
-"""Seconds between two lines of progress in a file."""
+"""Seconds between two lines of progress."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,17 @@ def run_sweep(
 def missing_jobs(
     points: Sequence[Point], rows: Sequence[Row], checkpoints: Path | None = None
 ) -> list[Job]:
-    """Stacks of the runs that are not stored, the longest first; widened grids included."""
+    """Stacks of the runs that are not stored, widened grids included; the longest first, but where
+    learning rates are halved in the order of the figures, and whole seeds in each."""
     scores = {row["run"]: row["validation_accuracy"] for row in rows}
     jobs: list[Job] = []
     for point in points:
         missing = [run for run in planned_runs(point, scores) if run.identity not in scores]
         size, every = point.protocol.stack, point.protocol.checkpoint_seconds
+        size -= size % point.cell.together
         kept = None if checkpoints is None else Checkpoints(checkpoints, every)
         jobs += [Job(tuple(missing[i : i + size]), kept) for i in range(0, len(missing), size)]
-    return sorted(jobs, key=lambda job: -job.cost)
+    return sorted(jobs, key=lambda job: -job.cost if job.runs[0].cell.together == 1 else 0.0)
 
 
 def execute(job: Job) -> list[Row]:
@@ -218,36 +220,8 @@ def _start_worker(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Report]:
-    """A bar with the time left, on the error stream; where that is no terminal, lines."""
-    if not sys.stderr.isatty():
-        yield _lines()
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    parts = (BarColumn(30), "{task.percentage:>3.0f}%", TextColumn("· {task.description} ·"),
-             TimeElapsedColumn(), "spent ·", TimeRemainingColumn(), "left")  # fmt: skip
-    with Progress(*parts, console=Console(stderr=True)) as bar:
-        line = bar.add_task("", total=None)
-
-        def report(finished: float, total: float, text: str) -> None:
-            if not finished:
-                bar.reset(line)
-            bar.update(line, completed=finished, total=total, description=text)
-
-        yield report
-
-
-def _lines() -> Report:
-    """For a file or a pipe: a line now and then."""
+def progress_lines() -> Report:
+    """What is done and the time left, on the error stream: a line now and then."""
     start = last = time.monotonic()
 
     def report(finished: float, total: float, text: str) -> None:

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sketchprop.data import Labelled
-
+from ..data import Labelled
 from .checkpoints import State
 from .sweep import Cell
 from .trainer import Batch, generator

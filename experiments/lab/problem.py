@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import sketchprop as sp
-from sketchprop.layers import select
 
-from ..methods import make_sketch, share_of
+from ..methods import make_sketch
 from .checkpoints import FOLDER, Checkpoint, State
 from .trainer import (
     Batch,
@@ -25,11 +23,8 @@ from .trainer import (
     generator,
     initialised,
     outputs,
-    step_flops,
 )
 
-EVERYWHERE = "everywhere"
-"""The first and last layer are sketched too, so that one draw serves all."""
 WARM_UP = 0.05
 """The share of all steps in which the learning rate rises to its value."""
 GOING = 60.0
@@ -50,7 +45,7 @@ class Problem:
     test: Callable[[], Sequence[Batch]]
     batch_size: int
     inner: Callable[[nn.Module, str], bool]
-    """Which layers a sketch takes that is not ``everywhere``."""
+    """Which layers a sketch takes."""
     adam: bool = True
     score: Callable[[Tensor, Tensor], float] = accuracy
     """How good outputs are for targets; higher is better."""
@@ -60,23 +55,10 @@ class Problem:
     def loss_of(self, model: Any, batch: Batch) -> Tensor:
         return self.loss(model(batch[0]), batch[1])
 
-    def prepared(self, sketch: str, layers: str) -> nn.Module:
+    def prepared(self, sketch: str) -> nn.Module:
         """A new model, sketched as the expression says."""
         made, parsed = self.model(), make_sketch(sketch)
-        rule = select.everything if layers == EVERYWHERE else self.inner
-        return made if parsed is None else sp.sketch_(made, parsed, rule)
-
-    def size(self, sketch: str) -> int:
-        """Of a batch: 'batch(p)' is as costly as rows at p, a forward and two products at p."""
-        p = share_of(sketch)
-        return max(1, round((1 + 2 * p) / 3 * self.batch_size)) if p else self.batch_size
-
-    def step_flops(self, sketch: str = "", layers: str = "all") -> float:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            batch = self.draw(generator("flops", 0), self.size(sketch))
-            model = self.prepared(sketch, layers)
-            return step_flops(model, self.loss, batch)
+        return made if parsed is None else sp.sketch_(made, parsed, self.inner)
 
     def trainer(
         self,
@@ -84,7 +66,6 @@ class Problem:
         seed: int,
         marks: Sequence[int],
         sketch: str = "",
-        layers: str = "all",
         decay: bool = False,
         evaluate: Callable[[nn.Module], tuple[float, float]] | None = None,
         control: Callable[[nn.Module, torch.optim.Optimizer], Control] | None = None,
@@ -106,8 +87,8 @@ class Problem:
             return validation, test
 
         return Trainer(
-            initialised(lambda: self.prepared(sketch, layers), seed),
-            ProblemFeed(self, self.size(sketch), seed),
+            initialised(lambda: self.prepared(sketch), seed),
+            ProblemFeed(self, seed),
             recipe,
             evaluate or both,
             seed,
@@ -121,26 +102,20 @@ class Problem:
 class ProblemFeed:
     """Batches as the problem draws them."""
 
-    def __init__(self, problem: Problem, size: int, seed: int) -> None:
-        self.problem, self.size, self.source = problem, size, generator("batches", seed)
+    def __init__(self, problem: Problem, seed: int) -> None:
+        self.problem, self.source = problem, generator("batches", seed)
 
     def first(self) -> Batch:
-        return self.problem.draw(generator("flops", 0), self.size)
+        return self.problem.draw(generator("flops", 0), self.problem.batch_size)
 
     def next(self) -> Batch:
-        return self.problem.draw(self.source, self.size)
+        return self.problem.draw(self.source, self.problem.batch_size)
 
     def state(self) -> State:
         return {"source": self.source.get_state()}
 
     def load_state(self, state: State) -> None:
         self.source.set_state(state["source"])
-
-
-@lru_cache(maxsize=64)
-def step_ratio(problem: Problem, sketch: str, layers: str) -> float:
-    """FLOPs of a step over those of an exact one."""
-    return problem.step_flops(sketch, layers) / problem.step_flops()
 
 
 def trajectory(

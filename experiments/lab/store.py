@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import csv
 import errno
+import gzip
 import io
 import json
 import os
 import sqlite3
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ from . import ExperimentError
 
 DATABASE = "runs.sqlite"
 TABLE = "results.csv"
+LARGE = 2_000_000
+"""Bytes from which on the table is kept compressed, as ``results.csv.gz``."""
 PATIENCE = 60.0
 """Seconds to wait for a reader or the writer, each of which needs the file for a moment."""
 
@@ -33,6 +37,8 @@ class Schema:
     """By which rows are sorted."""
     times: tuple[str, ...]
     """What differs between two executions of the same run."""
+    added: tuple[str, ...] = ()
+    """Texts that tables of older runs lack: empty there."""
 
     @property
     def columns(self) -> list[str]:
@@ -42,6 +48,7 @@ class Schema:
         return [json.dumps(row[n]) if self.kinds[n] is list else row[n] for n in self.columns]
 
     def unpacked(self, row: Mapping[str, Any]) -> Row:
+        row = {**dict.fromkeys(self.added, ""), **row}
         return {
             name: json.loads(row[name]) if self.kinds[name] is list else self.kinds[name](row[name])
             for name in self.columns
@@ -62,8 +69,8 @@ class Store:
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(folder / f"{DATABASE}.lock")
-            begun = not (folder / DATABASE).is_file() and (folder / TABLE).is_file()
-            kept = _read_table(folder / TABLE, schema) if begun else []
+            begun = not (folder / DATABASE).is_file() and table_path(folder).is_file()
+            kept = _read_table(table_path(folder), schema) if begun else []
             self.connection = sqlite3.connect(folder / DATABASE, PATIENCE, isolation_level=None)
             self.connection.execute("PRAGMA synchronous=FULL")
             columns = ", ".join(f"{name} NOT NULL" for name in schema.columns[1:])
@@ -104,7 +111,7 @@ class Store:
 
 def read_rows(folder: Path, schema: Schema) -> list[Row]:
     """All stored runs, from the database or, where only that was kept, from the table."""
-    database, table = folder / DATABASE, folder / TABLE
+    database, table = folder / DATABASE, table_path(folder)
     if database.is_file():
         with (
             explained(folder),
@@ -116,8 +123,15 @@ def read_rows(folder: Path, schema: Schema) -> list[Row]:
     return _read_table(table, schema)
 
 
+def table_path(folder: Path) -> Path:
+    """Where the table is, or would be."""
+    large = folder / f"{TABLE}.gz"
+    return large if large.is_file() else folder / TABLE
+
+
 def _read_table(table: Path, schema: Schema) -> list[Row]:
-    with table.open(newline="", encoding="utf-8") as file:
+    opener: Any = gzip.open if table.suffix == ".gz" else open
+    with opener(table, "rt", newline="", encoding="utf-8") as file:
         try:
             return [schema.unpacked(row) for row in csv.DictReader(file)]
         except (KeyError, ValueError, TypeError) as error:
@@ -133,14 +147,18 @@ def write_table(rows: Sequence[Row], folder: Path, schema: Schema) -> Path:
     writer.writerow(schema.columns)
     for row in schema.sorted(rows):
         writer.writerow(schema.packed(row))
-    return write_file(folder / TABLE, text.getvalue().encode())
+    content, path = text.getvalue().encode(), folder / TABLE
+    if len(content) < LARGE:
+        return write_file(path, content)
+    path.unlink(missing_ok=True)
+    return write_file(folder / f"{TABLE}.gz", gzip.compress(content, mtime=0))
 
 
 def write_file(path: Path, content: bytes) -> Path:
     """Whole or not at all: under another name first."""
     with explained(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+        partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
         try:
             with partial.open("wb") as file:
                 file.write(content)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
 import os
 import sys
@@ -21,11 +20,11 @@ import sketchprop as sp
 from ..methods import EXACT
 from . import ExperimentError, claims
 from .claims import Claim
-from .engine import ENGINES, missing_jobs, progress_bar, run_sweep
+from .engine import ENGINES, missing_jobs, progress_lines, run_sweep
 from .figures import draw_figure, order
 from .pages import write_csv, write_page
 from .selection import PointResult, Results
-from .store import Row, Schema, Store, read_rows, write_table
+from .store import DATABASE, Row, Schema, Store, read_rows, table_path, write_table
 from .sweep import (
     Cell,
     Figures,
@@ -55,8 +54,9 @@ class Study(ABC):
 
     name: str
     help: str
-    out: str = "results/{name}-{preset}"
-    """The folder that results go to."""
+    published: Mapping[str, str] = field(default_factory=dict)
+    """Presets whose results are part of the documentation, and their folders there: they are drawn
+    again from what is committed. Those of others are kept in ``results``."""
 
     @cached_property
     def folder(self) -> Path:
@@ -71,13 +71,16 @@ class Study(ABC):
         return read_preset(preset, self.folder / "presets", self.preset_prefix)
 
     def out_folder(self, options: argparse.Namespace, preset: str) -> Path:
-        return Path(options.out or self.out.format(name=self.name, preset=preset))
+        documented = self.published.get(options.preset)
+        folder = f"docs/results/{documented}" if documented else f"results/{self.name}-{preset}"
+        return Path(options.out or folder)
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
         add("--preset", default="smoke", help="smoke, cpu, paper, or a path to a .toml file")
-        folder = self.out.format(name=self.name, preset="PRESET")
-        add("--out", help=f"folder for results, figures and page ({folder})")
+        folders = [f"results/{self.name}-PRESET"]
+        folders += [f"{preset}: docs/results/{name}" for preset, name in self.published.items()]
+        add("--out", help=f"folder for results, figures and page ({', '.join(folders)})")
         add("--stored", action="store_true", help="train nothing: draw from the stored results")
         add("--quiet", action="store_true", help="no progress on the screen")
 
@@ -87,7 +90,10 @@ class Study(ABC):
 
     def finish(self, written: Iterable[Path], out: Path, facts: Mapping[str, Any]) -> int:
         """Writes the page and names all files."""
-        for path in (*written, write_page(out, self.folder, {"study": self, **facts})):
+        return self.say((*written, write_page(out, self.folder, {"study": self, **facts})))
+
+    def say(self, written: Iterable[Path]) -> int:
+        for path in written:
             sys.stdout.write(f"{path}\n")
         return 0
 
@@ -156,7 +162,8 @@ def schema_of(cell: Cell, findings: Mapping[str, type], sort_by: Sequence[str]) 
         for f in fields(cell)
     }
     order = (*sort_by, "sketch", "layers", "cell", "seed", "rate_index")
-    return Schema({**COLUMNS, **own, **findings}, order, ("wall_seconds", "seconds_curve"))
+    added = tuple(f.name for f in fields(cell) if getattr(cell, f.name) == ())
+    return Schema({**COLUMNS, **own, **findings}, order, ("wall_seconds", "seconds_curve"), added)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +194,8 @@ class SweepStudy(Study):
         super().add_options(parser)
         add = parser.add_argument
         if self.figures:
-            add("--figure", default="all", choices=self.figure_names, help="which figure to make")
+            told = "which figure to train and draw; page and summary are made with all of them"
+            add("--figure", default="all", choices=self.figure_names, help=told)
         add("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: in this one")
         add("--engine", default=self.engine, choices=sorted(ENGINES), help="ray: a Ray cluster")
         add("--plan", action="store_true", help="only say how much there is to do")
@@ -197,7 +205,11 @@ class SweepStudy(Study):
         return (*self.figures, "all")
 
     def figures_asked(self, options: argparse.Namespace) -> list[str]:
-        return list(self.figures)
+        """One, all, or all of a kind: ``location`` is three panels."""
+        name = getattr(options, "figure", "all")
+        if name in self.figures:
+            return [name]
+        return [each for each in self.figures if name == "all" or each.startswith(f"{name}-")]
 
     def select(self, sweep: Sweep, options: argparse.Namespace) -> tuple[list[str], list[Point]]:
         """The figures to be drawn, and the points to be trained."""
@@ -218,18 +230,23 @@ class SweepStudy(Study):
             return 0
         if not options.stored:
             sp.keep_pages()
-            with Store(out, self.schema) as store, contextlib.ExitStack() as stack:
-                report = None if options.quiet else stack.enter_context(progress_bar())
+            report = None if options.quiet else progress_lines()
+            with Store(out, self.schema) as store:
                 missing = partial(missing_jobs, points)
                 run_sweep(missing, store, ENGINES[options.engine], options.workers, report)
                 write_table(store.rows(), out, self.schema)
             self.measure(sweep, points, out)
         reading = Reading(sweep, tuple(names), read_rows(out, self.schema), out)
+        written = self.draw(reading)
+        if set(names) != set(sweep.figures):
+            return self.say(written)
+        written += self.summarise(reading)
         facts = {"sweep": sweep, "protocol": sweep.protocol, "cell": sweep.protocol.base}
-        return self.finish(self.draw(reading), out, {**facts, **self.facts(reading)})
+        return self.finish(written, out, {**facts, **self.facts(reading)})
 
     def plan(self, points: Sequence[Point], out: Path, workers: int) -> str:
-        rows = read_rows(out, self.schema) if (out / "runs.sqlite").is_file() else []
+        stored = (out / DATABASE).is_file() or table_path(out).is_file()
+        rows = read_rows(out, self.schema) if stored else []
         jobs = missing_jobs(points, rows)
         runs, seconds = sum(len(job.runs) for job in jobs), sum(job.cost for job in jobs)
         scores = {row["run"]: row["validation_accuracy"] for row in rows}
@@ -252,15 +269,19 @@ class SweepStudy(Study):
         return f"{protocol.base.network}, seeds: {len(protocol.seeds)}"
 
     def draw(self, reading: Reading) -> list[Path]:
-        """All figures that have results, and the table of points."""
+        """All figures that were asked for and have results."""
         text = self.describe(reading.sweep.protocol)
         written: list[Path] = []
         for name, results in reading.figures.items():
             figure = reading.sweep.figures[name]
             written += draw_figure(figure, results, text, reading.out)
+        return written
+
+    def summarise(self, reading: Reading) -> list[Path]:
+        """The table of points."""
         every = {s.point.cell: s for s in (*reading.points, *reading.extras)}
         lines = [_point_line(s) for s in sorted(every.values(), key=_point_order)]
-        return [*written, write_csv(reading.out / "summary.csv", lines, short=False)]
+        return [write_csv(reading.out / "summary.csv", lines, short=False)]
 
     def facts(self, reading: Reading) -> dict[str, Any]:
         """What the page's template needs."""
@@ -271,6 +292,7 @@ class SweepStudy(Study):
         return {
             "about": self.describe(reading.sweep.protocol),
             "runs": rows,
+            "table_name": table_path(reading.out).name,
             "hours": sum(row["wall_seconds"] for row in rows) / 3600,
             "diverged": sum(row.get("diverged_epoch", 0) > 0 for row in rows),
             "versions": sorted(

@@ -39,6 +39,11 @@ class Cell(ABC):
         """The model in a few words."""
         return type(self).__name__
 
+    @property
+    def together(self) -> int:
+        """How many runs of a seed must be in one stack: all of its rates where they are halved."""
+        return 1
+
     def learning_rate(self, index: int) -> float:
         """Rates are counted in quarters of a decade, downwards."""
         return float(10.0 ** (-0.25 * index))
@@ -74,7 +79,8 @@ class Run:
 
 
 def _hash(config: Mapping[str, Any]) -> str:
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    given = {name: value for name, value in config.items() if value != ()}  # old runs lack these
+    text = json.dumps(given, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
@@ -138,11 +144,17 @@ class Protocol:
         twice = sorted({seed for seed in self.seeds if self.seeds.count(seed) > 1})
         if twice:
             return f"seeds = {list(self.seeds)} has {twice[0]} more than once; give each seed once"
-        if self.stack < 1:
-            return "stack must be at least 1"
+        if text := self.base.problem() or self._stack_problem():
+            return text
         if not 0 <= self.tuning_seeds <= len(self.seeds):
             return f"tuning_seeds = {self.tuning_seeds}; use 0 (each seed) to {len(self.seeds)}"
-        return self.base.problem()
+        return ""
+
+    def _stack_problem(self) -> str:
+        rates = self.base.together
+        if rates > 1 and (rates, 0, 0) != (len(self.learning_rates), self.widen, self.tuning_seeds):
+            return f"halving takes {rates} learning_rates, widen = 0 and tuning_seeds = 0"
+        return f"stack must be at least {rates}" if self.stack < rates else ""
 
     def changed(self, settings: Mapping[str, Any], where: str) -> Protocol:
         """With the values of a TOML table, each of which belongs here or to the cell."""
@@ -198,10 +210,16 @@ class Sweep:
         ]
 
     def select(self, names: Iterable[str], extras: bool) -> list[Point]:
-        """The points of some figures (and the extras), each cell once."""
-        every = [p for name in names for p in self.points(name)]
+        """The points of some figures (and the extras), each cell once where it comes first.
+
+        Figures are in the order of the file, and exact training is before all of them.
+        """
+        asked = set(names)
+        every = [p for name in self.figures if name in asked for p in self.points(name)]
         every += self.extras if extras else ()
-        return list({point.cell: point for point in reversed(every)}.values())[::-1]
+        every.sort(key=lambda point: point.method != EXACT)
+        first = {point.cell: point for point in reversed(every)}
+        return [first[cell] for cell in dict.fromkeys(point.cell for point in every)]
 
 
 def _series(method: Method, place: str, protocol: Protocol) -> Iterator[Point]:
@@ -328,6 +346,14 @@ def best_rate(runs: Sequence[Run], scores: Mapping[str, float]) -> int:
     for run in runs:
         found.setdefault(run.rate_index, []).append(scores[run.identity])
     return max(found, key=lambda index: (statistics.fmean(found[index]), index))
+
+
+def climbing(runs: Sequence[Run], scores: Mapping[Run, float], count: int) -> list[Run]:
+    """Halving: of each seed the ``count`` best, in the order of ``best_rate``: what is left behind
+    is never the best in the end."""
+    ranked = sorted(runs, key=lambda run: (scores[run], run.rate_index), reverse=True)
+    own = {run.seed: [r for r in ranked if r.seed == run.seed] for run in runs}
+    return [run for run in runs if run in own[run.seed][:count]]
 
 
 def _gap(ends: Sequence[int]) -> int:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -19,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sketchprop as sp
-from sketchprop import data
+from sketchprop.core.compact import ElementAtoms, MaskedElements
 from sketchprop.core.sampling import Atoms, draw_uniforms, sample_independent
 from sketchprop.core.vjp import Vjp
 from sketchprop.sketches import Sketch
 
+from .. import data
 from ..lab.pictures import Parts, split
-from ..lab.sweep import Run
+from ..lab.sweep import Run, climbing
 from ..lab.trainer import generator
 from ..methods import layer_sketch
 from .study import PIXELS, MnistCell
@@ -66,6 +68,11 @@ class Uniforms:
             self._drawn, self._used = torch.stack(drawn, 1), 0
         self._used += 1
         return self._drawn[self._used - 1]
+
+    def keep(self, places: Tensor) -> None:
+        """Only these replicas go on, each where it was."""
+        self._generators = [self._generators[place] for place in places.tolist()]
+        self._drawn = None if self._drawn is None else self._drawn[:, places].contiguous()
 
 
 class Stack:
@@ -130,6 +137,16 @@ class Stack:
             self.alive &= finite
         return lost
 
+    def keep(self, places: Tensor) -> None:
+        """Only these replicas go on, each where it was."""
+        self.seeds = [self.seeds[place] for place in places.tolist()]
+        for name in ("rates", "alive", "clipped", "loss"):
+            setattr(self, name, getattr(self, name)[places])
+        for parameters in (self.weights, self.biases):
+            parameters[:] = [p.detach()[places].requires_grad_() for p in parameters]
+        for uniforms in filter(None, self.uniforms):
+            uniforms.keep(places)
+
     def accuracies(self, part: data.Labelled) -> Tensor:
         """In percent, for each replica. One at a time: a stack must not change the rounding."""
         right = torch.zeros(len(self.seeds), dtype=torch.int64)
@@ -148,7 +165,8 @@ class Stack:
 
 
 def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Trains replicas of one cell together; what was found for each, in the same order."""
+    """Trains replicas of one cell together; what was found for each, in the same order. A rate
+    that halving leaves behind ends there."""
     began = time.perf_counter()
     cell = runs[0].cell
     assert isinstance(cell, MnistCell)
@@ -156,38 +174,57 @@ def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
         raise ValueError("replicas of one stack may differ in learning rate and seed only")
     found = load(cell.train_rows, cell.validation_rows, cell.test_rows, cell.pixels)
     # torch multiplies a stack of one on another path, which rounds differently: it gets a twin.
-    stack = Stack(cell, runs if len(runs) > 1 else [runs[0], runs[0]])
+    trained = list(runs if len(runs) > 1 else [runs[0], runs[0]])
+    stack = Stack(cell, trained)
     orders = {seed: generator("order", seed) for seed in stack.seeds}
-    validation, test, losses = [], [], []
-    lost_at = [0] * len(stack.seeds)
+    if cell.halving and set(Counter(run.seed for run in runs).values()) != {cell.together}:
+        raise ValueError(f"a seed that halves needs its {cell.together} rates in one stack")
+    logs = [_Log([], [], []) for _ in trained]
+    racing = list(range(len(trained)))
     for epoch in range(1, cell.epochs + 1):
         stack.loss.zero_()
         _epoch(stack, found.train, orders)
-        losses.append(stack.loss / max(1, len(found.train.labels) // cell.batch_size))
-        for r in stack.retire().nonzero().flatten().tolist():
-            lost_at[r] = epoch
-        validation.append(torch.where(stack.alive, stack.accuracies(found.validation), 0.0))
-        test.append(torch.where(stack.alive, stack.accuracies(found.test), 0.0))
+        losses = stack.loss / max(1, len(found.train.labels) // cell.batch_size)
+        lost = stack.retire()
+        validation = torch.where(stack.alive, stack.accuracies(found.validation), 0.0)
+        test = torch.where(stack.alive, stack.accuracies(found.test), 0.0)
+        values = zip(validation.tolist(), test.tolist(), losses.tolist(), strict=True)
+        for place, (log, three) in enumerate(zip((logs[r] for r in racing), values, strict=True)):
+            for curve, value in zip((log.validation, log.test, log.loss), three, strict=True):
+                curve.append(value)
+            log.diverged = epoch if lost[place] else log.diverged
+            log.clipped = float(stack.clipped[place]) / max(1, stack.steps)
+        if epoch in cell.rungs:
+            scores = {run: max(logs[r].validation) for r, run in enumerate(trained)}
+            passed = set(climbing([trained[r] for r in racing], scores, cell.rungs[epoch]))
+            places = [place for place, r in enumerate(racing) if trained[r] in passed]
+            racing = [racing[place] for place in places]
+            stack.keep(torch.tensor(places))
     seconds = (time.perf_counter() - began) / len(runs)
     ranks = layer_ranks(cell)
-    curves = zip(
-        torch.stack(validation).T.tolist(),
-        torch.stack(test).T.tolist(),
-        torch.stack(losses).T.tolist(),
-        strict=True,
-    )
     return [
         {
-            "validation_curve": [round(v, 4) for v in curve[0]],
-            "test_curve": [round(v, 4) for v in curve[1]],
-            "loss_curve": [round(v, 6) if math.isfinite(v) else None for v in curve[2]],
-            "clipped_fraction": round(float(stack.clipped[r]) / max(1, stack.steps), 6),
-            "diverged_epoch": lost_at[r],
+            "validation_curve": [round(v, 4) for v in log.validation],
+            "test_curve": [round(v, 4) for v in log.test],
+            "loss_curve": [round(v, 6) if math.isfinite(v) else None for v in log.loss],
+            "clipped_fraction": round(log.clipped, 6),
+            "diverged_epoch": log.diverged,
             "ranks": ranks,
             "wall_seconds": round(seconds, 4),
         }
-        for r, curve in zip(range(len(runs)), curves, strict=False)
+        for log in logs[: len(runs)]
     ]
+
+
+@dataclass
+class _Log:
+    """What was seen of a replica after each epoch."""
+
+    validation: list[float]
+    test: list[float]
+    loss: list[float]
+    clipped: float = 0.0
+    diverged: int = 0
 
 
 def _epoch(stack: Stack, part: data.Labelled, orders: dict[int, torch.Generator]) -> None:
@@ -218,7 +255,14 @@ class FullLength(Sketch):
             kept = sample_independent(p, uniforms(p, tuple(p.shape)))
             return index, torch.where(kept, p.reciprocal(), 0.0)
 
-        object.__setattr__(atoms, "choose", choose)
+        def elements(own: Vjp, uniforms: Callable[..., Tensor]) -> MaskedElements:
+            """The same masks, without a list of all elements."""
+            n, rate = own.G.shape[-1], float(p.flatten()[0])
+            mask = (uniforms(p, tuple(p.shape)) < rate).to(own.G.dtype).mul_(1 / rate)
+            return MaskedElements(own.G, mask[..., :n, :], mask[..., n:, :])
+
+        alone = isinstance(atoms, ElementAtoms)
+        object.__setattr__(atoms, *(("draw", elements) if alone else ("choose", choose)))
         return atoms
 
 

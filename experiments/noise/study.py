@@ -350,6 +350,6 @@ def _draw(axes: Sequence[Any], lines: _Lines, settings: Settings) -> None:
 NOISE = NoiseStudy(
     name="noise",
     help="V/σ² of kept tokens over the training of a task",
-    out="docs/results/tokens-noise",
+    published={"cpu": "tokens-noise"},
     settings=Settings(),
 )

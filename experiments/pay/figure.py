@@ -102,4 +102,4 @@ def _label(outcome: Outcome, curve: Curve) -> str:
         return curve.way.label
     if curve is outcome.control:
         return CONTROL
-    return SAME if curve.batch == outcome.plan.kept_batch else OTHER
+    return SAME if curve.batch == outcome.kept_batch else OTHER

@@ -10,9 +10,9 @@ from functools import cached_property
 from statistics import fmean, stdev
 
 from ..lab.store import Row
-from ..lab.sweep import Run
-from .runs import Contest, Plan, scores_of
-from .ways import EXACT, TUNER, Way, find_way
+from .choices import CONTROL, Choice, reported
+from .contest import Contest
+from .ways import EXACT, KEPT, TUNER, Way, find_way
 
 LEVEL = 0.95
 """Of the confidence interval."""
@@ -78,45 +78,56 @@ class Ratio:
 
 
 class Outcome:
-    """A contest, the costs of its steps, and its stored runs."""
+    """A contest, the costs of its steps, its stored runs, and what was chosen."""
 
-    def __init__(self, contest: Contest, costs: Mapping[str, float], rows: Sequence[Row]) -> None:
+    def __init__(
+        self,
+        contest: Contest,
+        costs: Mapping[str, float],
+        rows: Sequence[Row],
+        choices: Sequence[Choice],
+    ) -> None:
         self.contest, self.costs = contest, costs
         self.rows = {row["run"]: row for row in rows}
-        self.plan = Plan(contest, costs, scores_of(rows))
+        self.choices = [choice for choice in choices if choice.task == contest.task]
 
     @cached_property
     def curves(self) -> list[Curve]:
         """Those that are complete in at least one length of time."""
-        made = (self._curve(way, batch) for way, batch in self.plan.sides)
+        made = (self._curve(choice) for choice in self.choices if choice.lengths)
         return [curve for curve in made if curve is not None]
 
-    def _curve(self, way: Way, batch: int) -> Curve | None:
-        index = self.plan.rate_index(way, batch)
-        if index is None:
+    def _curve(self, choice: Choice) -> Curve | None:
+        if choice.rate is None:
             return None
-        points, second, steps = {}, {}, 0
+        way, points, second, steps = find_way(choice.way), {}, {}, 0
         for share in self.contest.shares:
-            found = self._done(self.plan.reported(way, batch, share))
-            if found:
-                points[share] = [row["test_accuracy"] for row in found]
-                second[share] = [row["second"] for row in found]
-                steps = max(row["steps"] for row in found)
-        if not points:
-            return None
-        return Curve(way, batch, self.contest.rates[index], points, second, steps)
+            rows = self._done(way, choice.batch, choice.rate, share)
+            if rows:
+                points[share] = [row["test_accuracy"] for row in rows]
+                second[share] = [row["second"] for row in rows]
+                steps = max(row["steps"] for row in rows)
+        return Curve(way, choice.batch, choice.rate, points, second, steps) if points else None
 
-    def _done(self, runs: Sequence[Run]) -> list[Row]:
-        """All of them, or none."""
-        found = [self.rows[run.identity] for run in runs if run.identity in self.rows]
-        return found if len(found) == len(runs) else []
+    def _done(self, way: Way, batch: int, rate: float, share: float) -> list[Row]:
+        """A run for each seed; none while one is missing."""
+        place = self.contest.rates.index(rate)
+        runs = reported(self.contest, self.costs, way, batch, share, place)
+        done = all(run.identity in self.rows for run in runs)
+        return [self.rows[run.identity] for run in runs] if done else []
 
     @cached_property
     def control(self) -> Curve | None:
         """Exact training at that one of its batch sizes which ends best on test data."""
-        size = self.plan.control
+        sizes = [choice.batch for choice in self.choices if choice.role == CONTROL]
         exact = (curve for curve in self.curves if curve.way.name == EXACT)
-        return next((curve for curve in exact if curve.batch == size), None)
+        return next((curve for curve in exact if curve.batch in sizes), None)
+
+    @property
+    def kept_batch(self) -> int | None:
+        """The batch size of kept tokens; ``None`` while it is not known."""
+        sizes = (c.batch for c in self.choices if c.way == KEPT and c.lengths)
+        return next(sizes, None)
 
     def same_batch(self, curve: Curve) -> Curve | None:
         """Exact training at the batch size of a way: what ``advise`` compares with."""
@@ -150,8 +161,8 @@ class Outcome:
 
     def stories(self, curve: Curve) -> list[list[list[float]]]:
         """What its controller decided in the whole time, one list for each seed."""
-        runs = self.plan.reported(curve.way, curve.batch, 1.0)
-        return [row["story"] for row in self._done(runs)]
+        rows = self._done(curve.way, curve.batch, curve.rate, 1.0)
+        return [row["story"] for row in rows]
 
     def ends_as(self, curve: Curve) -> Way:
         """The way with a budget that stays which a tuner has become with all seeds; itself, where

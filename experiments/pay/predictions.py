@@ -76,13 +76,17 @@ def answer_near(task: str, batch: int | None) -> dict[str, str] | None:
     return min(rows, key=lambda row: abs(math.log(int(row["batch"]) / batch)), default=None)
 
 
-def _told(asked: str, name: str) -> tuple[float, float] | None:
-    """The change that was foretold of a sketch, or of one with nearly its budget; its error."""
-    kind, budget = _parts(name)
+def told(task: str, way: str, batch: int) -> tuple[float, float] | None:
+    """The change that was foretold of a way, or of one with nearly its budget, near this batch
+    size; its error."""
+    asked = answer_near(task, batch)
+    if asked is None or way not in NAMES or not 1 / NEAR <= batch / int(asked["batch"]) <= NEAR:
+        return None
+    kind, budget = _parts(NAMES[way])
     found: dict[float, tuple[float, float]] = {}
     for row in advised("options.csv"):
         own, other = _parts(row["name"])
-        if row["task"] == asked and row["change"] and own == kind:
+        if row["task"] == asked["task"] and row["change"] and own == kind:
             apart = max(other / budget, budget / other)
             found[apart] = float(row["change"]), float(row["error"])
     nearest = min(found, default=math.inf)
@@ -103,15 +107,11 @@ def pairs(outcomes: Mapping[str, Outcome]) -> list[Pair]:
     found = []
     for task, outcome in outcomes.items():
         for curve in outcome.curves:
-            asked, control = answer_near(task, curve.batch), outcome.same_batch(curve)
-            if asked is None or control is None or curve.way.name not in NAMES:
-                continue
-            if not 1 / NEAR <= curve.batch / int(asked["batch"]) <= NEAR:
-                continue
-            told = _told(asked["task"], NAMES[curve.way.name])
-            ratio = outcome.ratio(curve, control, beyond=True)
-            if told is not None and ratio is not None:
-                found.append(Pair(task, curve.way.label, *told, ratio))
+            change = told(task, curve.way.name, curve.batch)
+            control = outcome.same_batch(curve)
+            ratio = outcome.ratio(curve, control, beyond=True) if change and control else None
+            if change is not None and ratio is not None:
+                found.append(Pair(task, curve.way.label, *change, ratio))
     return found
 
 

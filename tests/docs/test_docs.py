@@ -14,7 +14,7 @@ import pytest
 
 import sketchprop as sp
 from docs_pages import DOCS, ROOT, anchors, links, pages
-from sketchprop import data, distributed
+from sketchprop import distributed
 from sketchprop.meters.words import change_in_words
 
 
@@ -67,11 +67,6 @@ def _has_every_page_and_every_public_name(site):
         for name in ("adapters", "everything", "last", "linear", "wide")
     ]
     public += [f"sketchprop.distributed.{name}" for name in distributed.__all__]
-    public += [
-        f"{data.__name__}.{name}"
-        for name, value in vars(data).items()
-        if callable(value) and value.__module__ == data.__name__ and name[0] != "_"
-    ]
     for trainer in ("transformers", "lightning"):
         public.append(f"sketchprop.integrations.{trainer}.SketchCallback")
     assert not [name for name in public if name not in ids]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sketchprop.data import DataError, cifar10
+from experiments.data import DataError, cifar10
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(path.name for path in FOLDER.glob("*.py"))

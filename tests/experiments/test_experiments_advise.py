@@ -9,7 +9,7 @@ import torch
 from experiments.__main__ import main
 from experiments.advise import study
 from experiments.advise.study import ORDER
-from sketchprop.data import VARIABLE
+from experiments.data import VARIABLE
 
 
 @pytest.fixture(autouse=True)

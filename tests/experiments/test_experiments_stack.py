@@ -1,5 +1,7 @@
 """The MNIST protocol: replicas of a stack are independent, and each is what plain torch does."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,13 +9,13 @@ from experiment_helpers import changed
 from torch import nn
 
 import sketchprop as sp
+from experiments.data import Labelled
 from experiments.lab.pictures import Parts
 from experiments.lab.sweep import Run
 from experiments.methods import METHODS
 from experiments.mnist import stack as mnist
 from experiments.mnist.study import MNIST
 from sketchprop.core.sampling import systematic
-from sketchprop.data import Labelled
 
 WIDTHS = (784, 24, 16, 10)
 
@@ -51,6 +53,36 @@ def test_a_replica_in_a_stack_gives_the_numbers_of_the_replica_alone(name):
         assert without_time(mnist.train_stack([runs[position]])) == [together[position]]
     assert without_time(mnist.train_stack(runs[:-4:-1])) == together[:-4:-1]
     assert together[1] != together[4]
+
+
+@pytest.mark.parametrize("name", ["exact", "l1", "gsv-independent", "element", "control-samples"])
+def test_halving_ends_the_worse_rates_of_a_seed_and_leaves_the_others_alone(name):
+    """The written rule, from whole runs: what is left is bitwise what it would have been alone."""
+    whole = cell_of(name, epochs=4)
+    halved = replace(whole, halving=(4, 1, 3, 2, 2))
+    grid = [(seed, index) for seed in (3, 5) for index in (0, 2, 4, 8)]
+    runs = {place: Run(whole, place[1], place[0]) for place in grid}
+    full = dict(zip(grid, without_time(mnist.train_stack(list(runs.values()))), strict=True))
+    last = {}
+    for seed in (3, 5):
+        racing = [place for place in grid if place[0] == seed]
+        for epoch, count in ((1, 3), (2, 2), (4, 0)):
+            last |= dict.fromkeys(racing, epoch)
+            scores = {p: (max(full[p]["validation_curve"][:epoch]), p[1]) for p in racing}
+            racing = sorted(racing, key=scores.get, reverse=True)[:count]
+    found = mnist.train_stack([Run(halved, index, seed) for seed, index in grid])
+    assert sorted(last.values()) == [1, 1, 2, 2, 4, 4, 4, 4]
+    for place, one in zip(grid, found, strict=True):
+        for curve in ("validation_curve", "test_curve", "loss_curve"):
+            assert one[curve] == full[place][curve][: last[place]]
+        if last[place] == 4:
+            assert one["clipped_fraction"] == full[place]["clipped_fraction"]
+
+
+def test_a_seed_that_halves_needs_all_of_its_rates():
+    cell = cell_of("l1", halving=(3, 1, 2))
+    with pytest.raises(ValueError, match="needs its 3 rates in one stack"):
+        mnist.train_stack([Run(cell, 0, 0), Run(cell, 1, 0)])
 
 
 @pytest.mark.parametrize("name", ["exact", "l1", "l1-independent", "rcs", "gsv", "element"])

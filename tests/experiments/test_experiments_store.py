@@ -2,7 +2,6 @@
 
 import errno
 import os
-import sqlite3
 import subprocess
 import sys
 from functools import partial
@@ -13,8 +12,8 @@ from experiment_helpers import changed
 
 from experiments.lab import ExperimentError
 from experiments.lab import store as stored
-from experiments.lab.engine import Job, missing_jobs, progress_bar, run_sweep
-from experiments.lab.store import Store, read_rows, write_file, write_table
+from experiments.lab.engine import missing_jobs, run_sweep
+from experiments.lab.store import Store, read_rows, write_table
 from experiments.lab.sweep import Point
 from experiments.mnist.study import MNIST
 
@@ -41,6 +40,18 @@ def test_rows_come_back_as_they_were(tmp_path):
         assert store.rows() == expected
         store.add([row("c")])
     assert len(read_rows(tmp_path, SCHEMA)) == 3
+
+
+def test_a_large_table_is_kept_compressed(tmp_path, monkeypatch):
+    rows = [row("a"), row("b")]
+    plain = write_table(rows, tmp_path, SCHEMA)
+    monkeypatch.setattr(stored, "LARGE", 100)
+    packed = write_table(rows, tmp_path, SCHEMA)
+    assert (packed.name, plain.exists()) == ("results.csv.gz", False)
+    assert packed.read_bytes() == write_table(rows, tmp_path, SCHEMA).read_bytes()
+    assert [r["run"] for r in read_rows(tmp_path, SCHEMA)] == ["a", "b"]
+    with Store(tmp_path, SCHEMA) as store:
+        assert len(store.rows()) == 2
 
 
 def test_a_table_of_other_runs_is_not_gone_on_from(tmp_path):
@@ -104,12 +115,6 @@ def test_no_results(tmp_path):
         read_rows(tmp_path, SCHEMA)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ExperimentError, match="file"):
-        Store(tmp_path / "file" / "below", SCHEMA)
-
-
 def test_two_sweeps_do_not_write_to_one_store(tmp_path):
     code = (
         "import sys; from pathlib import Path; from experiments.lab.store import Store\n"
@@ -125,12 +130,6 @@ def test_two_sweeps_do_not_write_to_one_store(tmp_path):
         assert "another sweep is writing" in taken.stdout
     free = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     assert free.stdout == ""
-
-
-def test_files_are_written_whole(tmp_path):
-    path = write_file(tmp_path / "deep" / "a.txt", b"content")
-    assert path.read_bytes() == b"content"
-    assert [p.name for p in path.parent.iterdir()] == ["a.txt"]
 
 
 def fake(run, accuracy):
@@ -169,23 +168,3 @@ def test_an_engine_that_fails_leaves_what_was_done(tmp_path):
         left = [run for job in missing_jobs(points(), store.rows()) for run in job.runs]
         # of 12; two seeds of the stored stack have equal rates, and so ask for one more
         assert len(left) == 8 + 2
-
-
-def test_longest_stacks_come_first_and_progress_names_the_time_left(capsys):
-    jobs = missing_jobs(points(), [])
-    assert [len(job.runs) for job in jobs] == [4, 4, 2, 2]
-    assert Job(jobs[0].runs).cost > Job(jobs[0].runs[:1]).cost > 0
-    with progress_bar() as report:
-        for share in (0, 1, 2):
-            report(share, 2, f"{share} runs done")
-    shown = capsys.readouterr().err
-    for text in ("100%", "2 runs done", "spent", "left"):
-        assert text in shown
-
-
-def test_reading_while_a_sweep_writes(tmp_path):
-    with Store(tmp_path, SCHEMA) as store:
-        store.add([row("a")])
-        assert len(read_rows(tmp_path, SCHEMA)) == 1
-    with sqlite3.connect(tmp_path / stored.DATABASE) as connection:
-        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (1,)

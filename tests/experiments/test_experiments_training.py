@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import sketchprop as sp
+from experiments.cifar.bagnet import BagNet
+from experiments.data import Labelled
 from experiments.lab import ExperimentError, checkpoints
 from experiments.lab.checkpoints import Checkpoint, Checkpoints
 from experiments.lab.pictures import Parts, PictureFeed, cropped
+from experiments.lab.problem import Problem
 from experiments.lab.trainer import Recipe, Trainer, accuracy, initialised, outputs, seed_of
 from sketchprop import zoo
-from sketchprop.data import Labelled
 
 ROOT = Path(checkpoints.__file__).parents[2]
 RECIPE = Recipe("adamw", 3e-3, steps=12, weight_decay=0.05, warmup=2)
@@ -57,7 +59,7 @@ def small_vit():
 
 
 def small_bagnet():
-    return zoo.BagNet(width=4, blocks=(1, 1, 1, 1))
+    return BagNet(width=4, blocks=(1, 1, 1, 1))
 
 
 def without_time(found):
@@ -298,3 +300,43 @@ def test_killed_in_the_middle_it_goes_on_bitwise(tmp_path, kind, sketch):
     assert list(resumed) == list(state)
     for name, value in state.items():
         assert torch.equal(resumed[name], value)
+
+
+def halves(count=64):
+    """A task without files: is the sum of the first half larger than that of the second?"""
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 12, generator=source)
+    y = (x[:, :6].sum(1) > x[:, 6:].sum(1)).long()
+
+    def draw(generator, size):
+        index = torch.randint(count, (size,), generator=generator)
+        return x[index], y[index]
+
+    return Problem(
+        name="halves",
+        title="halves",
+        model=lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 2)),
+        draw=draw,
+        loss=nn.functional.cross_entropy,
+        validation=lambda: [(x, y)],
+        test=lambda: [(x, y)],
+        batch_size=20,
+        inner=lambda module, name: name == "0",
+    )
+
+
+@pytest.mark.parametrize("sketch", ["", 'Rows(0.3, unit="sample")', "L1(0.3)"])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(sketch, tmp_path):
+    call = (0.01, 0, [13, 27, 40], sketch)
+    whole = halves().trainer(*call)
+    for point, _ in enumerate(whole.stretches()):
+        torch.manual_seed(point)  # what others draw in between changes nothing
+    file = tmp_path / "run.pt"
+    for _ in range(3):
+        again = halves().trainer(*call)
+        next(again.stretches(Checkpoint(file, 0.0)))
+    assert again.steps == 40
+    for name in ("loss", "test", "validation"):
+        assert again.curves[name] == whole.curves[name]
+    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert a.equal(b)

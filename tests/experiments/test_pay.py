@@ -1,4 +1,4 @@
-"""Quality at equal wall-clock: who runs how long, what it costs, and what is made of it."""
+"""Quality at equal wall-clock: who runs how long, what it costs, what is chosen and why."""
 
 import math
 from dataclasses import replace
@@ -15,10 +15,11 @@ from experiments.lab.pages import write_json
 from experiments.lab.store import Store, read_rows
 from experiments.lab.sweep import Run
 from experiments.lab.trainer import generator
-from experiments.pay import earnest, predictions, study
+from experiments.pay import earnest, facts, predictions
+from experiments.pay.choices import CONTROL, Decisions, missing_jobs, read_choices, write_choices
+from experiments.pay.contest import Contest
 from experiments.pay.outcome import Outcome, reached
-from experiments.pay.runs import Contest, Plan, missing_jobs, scores_of
-from experiments.pay.study import PAY, SCHEMA, noise_of
+from experiments.pay.study import PAY, SCHEMA
 from experiments.pay.times import compared, missing_kinds, typical
 from experiments.pay.ways import PEER, TUNER, WAYS, TunedSteps, find_way, prepared
 from experiments.tasks.table import TASKS
@@ -37,9 +38,9 @@ def costs_of(contest, of=lambda sketch: 1.0 if not sketch else 0.5):
     }
 
 
-def played(contest, costs, score):
+def played(contest, score):
     """All rows of a contest, every run scored by ``score(run)`` instead of trained."""
-    rows = []
+    rows, costs = [], costs_of(contest)
     while jobs := missing_jobs(contest, costs, rows, None):
         for (run,) in (job.runs for job in jobs):
             value = score(run)
@@ -47,9 +48,19 @@ def played(contest, costs, score):
             rows.append({
                 "run": run.identity, "validation_accuracy": 0.0 if tested else value,
                 "test_accuracy": value if tested else 0.0, "second": 0.0,
-                "steps": run.cell.steps, "seed": run.seed, "tested": tested,
+                "steps": run.cell.steps, "seed": run.seed, "tested": tested, "story": [],
             })  # fmt: skip
     return rows
+
+
+def chosen(contest, rows):
+    """The table of choices, by way and batch size."""
+    decided = Decisions(contest, costs_of(contest), rows).choices()
+    return {(choice.way, choice.batch): choice for choice in decided}
+
+
+def outcome_of(contest, rows):
+    return Outcome(contest, costs_of(contest), rows, list(chosen(contest, rows).values()))
 
 
 def test_equal_time_is_more_steps_for_a_cheaper_way_and_for_a_smaller_batch():
@@ -62,24 +73,19 @@ def test_equal_time_is_more_steps_for_a_cheaper_way_and_for_a_smaller_batch():
 
 def test_rates_and_sizes_are_chosen_by_a_seed_that_is_not_reported():
     def score(run):
+        assert (run.seed == 100) == (not run.cell.tested)
         best = 3 if run.cell.way == "exact" else 2
         return 50 - abs(run.rate_index - best) - 10 * (run.cell.batch != 4)
 
-    costs = costs_of(CONTEST)
-    rows = played(CONTEST, costs, score)
-    plan = Plan(CONTEST, costs, scores_of(rows))
-    exact, rest = WAYS["exact"], [WAYS[name] for name in ("tokens-0.3", "tuner", "rows-0.3")]
+    table = chosen(CONTEST, played(CONTEST, score))
+    assert [batch for way, batch in table if way in ("tuner", "rows-0.3")] == [4, 4]
+    exact = table["exact", 4]
+    assert (exact.rate, exact.role, exact.lengths) == (RATES[3], CONTROL, (0.5, 1.0))
     # Its best was at an edge: one rate more was tried.
-    assert [run.rate_index for run in plan.tried(exact, 4)] == [1, 2, 3, 4]
-    assert {run.seed for way, size in plan.sides for run in plan.tried(way, size)} == {100}
-    assert plan.chosen(exact, 4).rate_index == 3
-    assert all(plan.best_batches(way) == [4] for way in (exact, *rest))
-    assert [size for way, size in plan.sides if way.name in ("tuner", "rows-0.3")] == [4, 4]
-    reported = plan.reported(exact, 4, 1.0)
-    assert [run.seed for run in reported] == [0, 1]
-    assert {run.rate_index for run in reported} == {3}
-    assert plan.shares(exact, 8) == (1.0,)
-    assert plan.shares(WAYS["tokens-0.3"], 8) == ()
+    assert exact.tried == "0.03: 48; 0.01: 49; 0.003: 50; 0.001: 49"
+    assert table["tokens-0.3", 4].rate == RATES[2]
+    assert table["exact", 8].lengths == (1.0,)
+    assert table["tokens-0.3", 8].lengths == ()
 
 
 def test_further_seeds_try_the_best_two_rates_and_the_mean_of_all_chooses():
@@ -90,42 +96,110 @@ def test_further_seeds_try_the_best_two_rates_and_the_mean_of_all_chooses():
     def score(run):
         return by_seed[run.seed][run.rate_index] if not run.cell.tested else 1.0
 
-    costs = costs_of(contest)
-    rows = played(contest, costs, score)
-    plan, exact = Plan(contest, costs, scores_of(rows)), WAYS["exact"]
-    tried = [(run.seed, run.rate_index) for run in plan.tried(exact, 8)]
-    assert tried == [(100, 1), (100, 2), (100, 3), (100, 0), (101, 1), (101, 2)]
-    assert plan.chosen(exact, 8) == (2, 47.0)
-    assert {run.rate_index for run in plan.reported(exact, 8, 1.0)} == {2}
+    rows = played(contest, score)
+    choice = chosen(contest, rows)["exact", 8]
+    assert choice.tried == "0.03: 50, 20; 0.01: 48, 46; 0.003: 40; 0.05: 0"
+    assert (choice.rate, choice.ended) == (0.01, "0.01: 1")
     first = [row for row in rows if row["seed"] != 101]
-    assert Plan(contest, costs, scores_of(first)).chosen(exact, 8) is None
-
-
-def test_only_the_ways_that_were_asked_for_are_run_and_exact_training(tmp_path, capsys):
-    call = ["pay", "--preset", "smoke", "--task", "vit", "--out", str(tmp_path), "--quiet"]
-    call += ["--workers", "0", "--seconds", "0"]
-    assert main([*call, "--ways", "vcas"]) == 0
-    assert {row["way"] for row in read_rows(tmp_path / "vit", SCHEMA)} == {"exact", "vcas"}
-    assert main([*call, "--ways", "l3"]) == 1
-    assert "way 'l3' is unknown; use some of exact" in capsys.readouterr().err
-
-
-def test_a_plan_says_what_is_stored_and_missing_and_where_nothing_is_trained(tmp_path, capsys):
-    call = ["pay", "--preset", "smoke", "--out", str(tmp_path), "--quiet", "--seconds", "0"]
-    assert main([*call, "--task", "sst2-padded", "--plan"]) == 0
-    assert capsys.readouterr().out == "sst2-padded: steps are timed, nothing is trained\n"
-    assert main([*call, "--task", "gpt", "--plan"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("gpt: 0 runs stored (0.00 core-hours), 12 missing")
-    assert told.endswith("more when rates are chosen\n")
+    assert chosen(contest, first)["exact", 8].rate is None
 
 
 def test_nothing_is_reported_before_its_rate_is_known():
-    costs = costs_of(CONTEST)
-    first = [run for job in missing_jobs(CONTEST, costs, [], None) for run in job.runs]
+    first = [run for job in missing_jobs(CONTEST, costs_of(CONTEST), [], None) for run in job.runs]
     assert first
     assert not any(run.cell.tested for run in first)
     assert {run.cell.way for run in first} == {"exact", "tokens-0.3"}
+
+
+def test_the_control_is_the_exact_training_that_ends_best_whatever_validation_chose():
+    """Validation chooses batches of 8 for exact training and of 16 for kept tokens; 4 ends best."""
+    contest = replace(CONTEST, shares=(0.25, 0.5, 1.0))
+
+    def score(run):
+        size, exact = run.cell.batch, run.cell.way == "exact"
+        if not run.cell.tested:
+            return float(size == (8 if exact else 16))
+        return 62.0 if exact and size == 4 else 60.0
+
+    rows = played(contest, score)
+    outcome = outcome_of(contest, rows)
+    assert outcome.control.batch == 4
+    found = {c.batch: c.shares for c in outcome.curves if c.way.name == "exact"}
+    assert found == {4: [0.25, 0.5, 1.0], 8: [0.5, 1.0], 16: [0.5, 1.0]}
+    kept = next(curve for curve in outcome.curves if curve.way.name == "tokens-0.3")
+    assert math.isinf(outcome.ratio(kept).value)
+    cell = contest.cell(WAYS["exact"], 4, 1.0, costs_of(contest), 1)
+    lost = {Run(cell, place, 0).identity for place in range(5)}
+    assert outcome_of(contest, [row for row in rows if row["run"] not in lost]).control is None
+
+
+def test_exact_training_gets_the_rates_of_others_too_and_keeps_what_ends_best():
+    """Validation gives 0.01 to exact training and 0.03 to kept tokens; over the whole time 0.03 is
+    the better for both, in batches of 8, in which both are best."""
+
+    def score(run):
+        rate, exact = run.learning_rate, run.cell.way == "exact"
+        if not run.cell.tested:
+            return 10.0 * (run.cell.batch == 8) + (rate == (0.01 if exact else 0.03))
+        return 60.0 + 5 * (rate == 0.03)
+
+    rows = played(CONTEST, score)
+    table = chosen(CONTEST, rows)
+    assert table["exact", 8].rate == table["tokens-0.3", 8].rate == 0.03
+    assert table["exact", 8].ended == "0.01: 60; 0.03: 65"
+    assert table["exact", 8].why.endswith("(Tokens(0.3))")
+    assert table["exact", 4].rate == table["exact", 16].rate == 0.01, "no other way is there"
+    short = CONTEST.cell(WAYS["exact"], 8, 0.5, costs_of(CONTEST), 1)
+    done = {row["run"] for row in rows}
+    assert Run(short, RATES.index(0.01), 0).identity not in done, "only the whole time is run twice"
+
+
+def test_with_finals_the_whole_time_decides_between_the_best_two_rates():
+    """In half of the time 0.03 is the best and 0.01 the second, for all ways; in the whole 0.01 is
+    the better on validation data, and of exact training on test data."""
+    early, late = {0.03: 3.0, 0.01: 2.0}, {0.01: 3.0, 0.03: 2.0}
+
+    def score(run):
+        whole = run.cell.time == CONTEST.length
+        value = (late if whole else early).get(run.learning_rate, 0.0)
+        return value + (run.cell.batch == 8) * 10
+
+    contest = replace(CONTEST, tuning_seeds=(100, 101), finals=True)
+    rows = played(contest, score)
+    table = chosen(contest, rows)
+    assert {table[way, 8].rate for way in contest.ways} == {0.01}
+    assert table["tokens-0.3", 8].ended == "0.03: 12; 0.01: 13"
+    wrong = contest.cell(WAYS["tokens-0.3"], 8, 1.0, costs_of(contest), 1)
+    done = {row["run"] for row in rows}
+    assert Run(wrong, RATES.index(0.03), 0).identity not in done, "finals come first"
+    assert chosen(replace(contest, finals=False), rows)["exact", 8].rate == 0.03
+
+
+def test_other_ways_take_the_batch_that_is_best_for_those_that_they_follow():
+    def score(run):
+        return float(run.cell.batch == (8 if run.cell.way == "exact" else 4))
+
+    def sizes(*ways, **changes):
+        contest = replace(CONTEST, ways=("exact", *ways), **changes)
+        table = chosen(contest, played(contest, score))
+        return [batch for way, batch in table if way == ways[-1]]
+
+    assert sizes("tokens-0.3", "tokens-0.2") == [4]
+    assert sizes("tokens-0.3", "rows-0.3") == [8]
+    assert sizes("tokens-0.3", "tuner") == [8, 4]
+    assert sizes("tokens-0.2") == [8]  # nobody tried sizes for it
+    assert sizes("tokens-0.3", "tokens-0.169", published=16) == [4, 16]
+
+
+def test_choices_are_stored_by_task_and_come_back_as_they_were(tmp_path):
+    table = list(chosen(CONTEST, played(CONTEST, lambda run: 50.0)).values())
+    open_ = list(chosen(CONTEST, []).values())
+    assert {choice.rate for choice in open_} == {None}
+    other = [choice._replace(task="gpt") for choice in open_]
+    write_choices(tmp_path, other)
+    write_choices(tmp_path, open_)
+    write_choices(tmp_path, table)
+    assert read_choices(tmp_path) == [*other, *table]
 
 
 def test_the_time_to_equal_quality_is_that_of_the_definition():
@@ -144,8 +218,7 @@ def test_the_time_to_equal_quality_is_that_of_the_definition():
             return 55.0
         return (50.0 if half else 70.0) + 8 * (run.seed - 0.5) * (run.cell.way == "tuner")
 
-    costs = costs_of(CONTEST)
-    outcome = Outcome(CONTEST, costs, played(CONTEST, costs, score))
+    outcome = outcome_of(CONTEST, played(CONTEST, score))
     found = {curve.way.name: outcome.ratio(curve) for curve in outcome.curves if curve.batch == 8}
     assert outcome.control.batch == 8
     assert found["exact"].value == 1.0
@@ -159,92 +232,6 @@ def test_the_time_to_equal_quality_is_that_of_the_definition():
         "tokens-0.3"
     ] == 0.5
     assert reached([(0.25, 61.0), (1.0, 70.0)], 60.0) == 0.25
-
-
-def test_the_control_is_the_exact_training_that_ends_best_whatever_validation_chose():
-    def score(run):
-        exact = run.cell.way == "exact"
-        if not run.cell.tested:
-            return 1.0 + (run.cell.batch == 8)
-        return 62.0 if exact and run.cell.batch == 4 else 60.0
-
-    costs = costs_of(CONTEST)
-    rows = played(CONTEST, costs, score)
-    outcome = Outcome(CONTEST, costs, rows)
-    assert outcome.plan.best_batch(WAYS["exact"]) == 8
-    assert outcome.control.batch == 4
-    assert outcome.control.shares == [0.5, 1.0]
-    kept = next(curve for curve in outcome.curves if curve.way.name == "tokens-0.3")
-    assert math.isinf(outcome.ratio(kept).value)
-    last = [run.identity for run in outcome.plan.reported(WAYS["exact"], 4, 1.0)]
-    assert Outcome(CONTEST, costs, [row for row in rows if row["run"] != last[0]]).control is None
-
-
-def test_exact_training_has_all_lengths_where_it_is_the_control_and_two_where_others_need_them():
-    """Validation chooses batches of 8 for exact training and of 16 for kept tokens; 4 ends best."""
-    contest = replace(CONTEST, shares=(0.25, 0.5, 1.0))
-
-    def score(run):
-        size, exact = run.cell.batch, run.cell.way == "exact"
-        if not run.cell.tested:
-            return float(size == (8 if exact else 16))
-        return 62.0 if exact and size == 4 else 60.0
-
-    costs = costs_of(contest)
-    outcome = Outcome(contest, costs, played(contest, costs, score))
-    found = {c.batch: c.shares for c in outcome.curves if c.way.name == "exact"}
-    assert found == {4: [0.25, 0.5, 1.0], 8: [0.5, 1.0], 16: [0.5, 1.0]}
-
-
-def test_exact_training_gets_the_rates_of_others_too_and_keeps_what_ends_best():
-    """Validation gives 0.01 to exact training and 0.03 to kept tokens; over the whole time 0.03 is
-    the better for both, in batches of 8, in which both are best."""
-
-    def score(run):
-        rate, exact = run.learning_rate, run.cell.way == "exact"
-        if not run.cell.tested:
-            return 10.0 * (run.cell.batch == 8) + (rate == (0.01 if exact else 0.03))
-        return 60.0 + 5 * (rate == 0.03)
-
-    costs = costs_of(CONTEST)
-    rows = played(CONTEST, costs, score)
-    outcome = Outcome(CONTEST, costs, rows)
-    rates = {(c.way.name, c.batch): c.rate for c in outcome.curves}
-    assert rates["exact", 8] == rates["tokens-0.3", 8] == 0.03
-    assert rates["exact", 4] == rates["exact", 16] == 0.01, "no other way is there"
-    assert outcome.plan.chosen(WAYS["exact"], 8).rate_index == RATES.index(0.01)
-    assert (outcome.control.batch, outcome.control.shares) == (8, [0.5, 1.0])
-    done = {row["run"] for row in rows}
-    short = CONTEST.cell(WAYS["exact"], 8, 0.5, costs, 1)
-    assert Run(short, RATES.index(0.01), 0).identity not in done, "only the whole time is run twice"
-
-
-def test_with_finals_the_whole_time_decides_between_the_best_two_rates():
-    """In half of the time 0.03 is the best and 0.01 the second, for all ways; in the whole 0.01 is
-    the better on validation data, and of exact training on test data."""
-    early = {0.03: 3.0, 0.01: 2.0}
-    late = {0.01: 3.0, 0.03: 2.0}
-
-    def score(run):
-        rate, whole = run.learning_rate, run.cell.time == CONTEST.length
-        value = (late if whole else early).get(rate, 0.0)
-        return value + (run.cell.batch == 8) * 10
-
-    ways = ("exact", "tokens-0.3", "rows-0.3", "tuner")
-    contest = replace(CONTEST, ways=ways, tuning_seeds=(100, 101), finals=True)
-    costs = costs_of(contest)
-    rows = played(contest, costs, score)
-    outcome = Outcome(contest, costs, rows)
-    rates = {curve.way.name: curve.rate for curve in outcome.curves if curve.batch == 8}
-    assert rates == dict.fromkeys(ways, 0.01)
-    kept, exact = WAYS["tokens-0.3"], WAYS["exact"]
-    assert [run.seed for run in outcome.plan.finals(kept, 8)] == [100, 100, 101, 101]
-    assert outcome.plan.finals(kept, 16) == outcome.plan.finals(exact, 8) == []
-    done = {row["run"] for row in rows}
-    wrong = contest.cell(kept, 8, 1.0, costs, 1)
-    assert Run(wrong, RATES.index(0.03), 0).identity not in done, "finals come first"
-    without = Outcome(replace(contest, finals=False), costs, rows)
-    assert {curve.rate for curve in without.curves if curve.way is exact} == {0.03}
 
 
 def test_batches_that_are_timed_are_of_mean_length_at_every_size():
@@ -302,28 +289,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_score(way, tmp_path):
     assert whole.steps == again.steps
 
 
-def test_other_budgets_take_the_batch_of_kept_tokens_and_rows_that_of_exact_training():
-    contest = replace(CONTEST, ways=("exact", "tokens-0.3", "tokens-0.2", "rows-0.3"))
-    costs = costs_of(contest)
-    rows = played(
-        contest, costs, lambda run: float(run.cell.batch == (8 if run.cell.way == "exact" else 4))
-    )
-    sizes = {curve.way.name: curve.batch for curve in Outcome(contest, costs, rows).curves[3:]}
-    assert sizes == {"tokens-0.3": 4, "tokens-0.2": 4, "rows-0.3": 8}
-    tuned = replace(contest, ways=("exact", "tokens-0.3", "tuner"))
-    sides = Outcome(tuned, costs, rows).plan.sides
-    assert [size for way, size in sides if way.name == "tuner"] == [8, 4]  # as either has it
-    alone = replace(contest, ways=("exact", "tokens-0.2"))
-    sides = {way.name: size for way, size in Outcome(alone, costs, rows).plan.sides}
-    assert sides["tokens-0.2"] == 8
-
-
-def test_a_way_is_found_in_the_study_of_noise_by_what_it_draws():
-    names = ("exact", "tokens-0.3", "tokens-0.2", "rows-0.3", "tuner", "vcas", "nonzero")
-    points = [find_way(name).point for name in names]
-    assert points == ["", "0.3/0.4/0.7", "0.2/0.3/0.6", "rows-0.3", "", "", ""]
-
-
 @pytest.mark.parametrize(
     ("ends", "sketch", "point", "noise"),
     [((0.5, 0.5), "Tokens(0.5)", "0.5/0.6/0.9", (0.01, 0.04)), ((1.0, 1.0), "", "", (0.0, 0.0)),
@@ -332,20 +297,20 @@ def test_a_way_is_found_in_the_study_of_noise_by_what_it_draws():
 def test_a_tuner_has_the_noise_and_bytes_of_the_budget_at_which_it_ends_with_all_seeds(
     ends, sketch, point, noise, tmp_path, monkeypatch
 ):
-    rows = played(CONTEST, costs := costs_of(CONTEST), lambda run: 50.0)
+    rows = played(CONTEST, lambda run: 50.0)
     for row in rows:
         row["story"] = [[1, 0.7, 0.9], [5, ends[row["seed"] % 2], 0.9]]
-    outcome = Outcome(CONTEST, costs, rows)
+    outcome = outcome_of(CONTEST, rows)
     curve = next(c for c in outcome.curves if c.way.name == "tuner")
     way = outcome.ends_as(curve)
     assert (way.sketch, way.point) == (sketch, point)
     stored = {f"{step}/0.5/0.6/0.9": {"ratio": ratio} for step, ratio in ((0, 0.04), (9, 0.01))}
     write_json(tmp_path / "vit/results.json", {"noise": stored})
-    monkeypatch.setattr(study, "NOISE", tmp_path)
-    assert noise_of(outcome, curve) == noise
+    monkeypatch.setattr(facts, "NOISE", tmp_path)
+    assert facts.noise_of(outcome, curve) == noise
     times = {"saved": {"": 100, "Tokens(0.3)": 20, "Tokens(0.5)": 60}}
     bytes_kept = {"Tokens(0.5)": "0.60", "": "1.00"}
-    assert study._memory(times, way) == bytes_kept.get(sketch, "")
+    assert facts._memory(times, way) == bytes_kept.get(sketch, "")
 
 
 def test_ratios_are_taken_round_by_round_and_only_what_is_missing_is_timed():
@@ -400,13 +365,12 @@ def test_a_contest_that_was_killed_trains_only_what_is_missing(tmp_path):
         run_sweep(missing, store, engine, 0)
     rows = read_rows(tmp_path, SCHEMA)
     assert len(rows) == len({row["run"] for row in rows}) == len(seen) - 1
-    assert Outcome(contest, costs, rows).control is not None
+    assert outcome_of(contest, rows).control is not None
 
 
 def test_by_the_clock_each_seed_is_kept_and_none_is_run_twice(monkeypatch):
     contest = replace(CONTEST, ways=("exact", "tokens-0.3"), clocked=(0, 1))
-    costs = costs_of(contest)
-    outcome = Outcome(contest, costs, played(contest, costs, lambda run: 50.0))
+    outcome = outcome_of(contest, played(contest, lambda run: 50.0))
     curve = next(c for c in outcome.curves if c.way.name == "tokens-0.3")
     kept, ran = [], []
 
@@ -426,48 +390,11 @@ def test_by_the_clock_each_seed_is_kept_and_none_is_run_twice(monkeypatch):
         earnest.run_in_earnest(outcome, curve, 0.6, kept[0], True, kept.append)
         assert ran == [0, 1, 1, 0, 1]  # another share: all anew
     once = replace(contest, clocked=(1,))
-    outcome = Outcome(once, costs, played(once, costs, lambda run: 50.0))
+    outcome = outcome_of(once, played(once, lambda run: 50.0))
     earnest.run_in_earnest(outcome, curve, 0.5, {}, True, kept.append)
     assert list(kept[-1]["seeds"]) == ["1"]
     assert min(kept[-1]["seeds"]["1"]["seconds"]) > 0
     assert torch.get_num_threads() == threads
-
-
-def test_smoke(tmp_path, capsys):
-    threads = torch.get_num_threads()
-    call = ["pay", "--preset", "smoke", "--out", str(tmp_path), "--quiet", "--task", "vit"]
-    try:
-        assert main([*call, "--workers", "0", "--seconds", "0", "--earnest"]) == 0
-        page = (tmp_path / "README.md").read_text()
-        for text in ("time to equal quality", "(control)", "| VCAS |", "| Tuner |", "Protocol"):
-            assert text in page
-        header = (tmp_path / "summary.csv").read_text().splitlines()[0].split(",")
-        wanted = ["task", "way", "step_ratio", "noise", "time_ratio", "low", "high", "seeds"]
-        assert set(wanted) <= set(header)
-        kept = ("README.md", "figure.svg", "summary.csv")
-        before = [(tmp_path / name).read_bytes() for name in kept]
-        assert main([*call, "--stored"]) == 0
-        assert [(tmp_path / name).read_bytes() for name in kept] == before
-        (tmp_path / "vit" / "runs.sqlite").unlink()  # as in a clone, which has the table only
-        capsys.readouterr()
-        assert main([*call, "--plan"]) == 0
-        assert ", 0 missing" in capsys.readouterr().out
-    finally:
-        torch.set_num_threads(threads)
-        capsys.readouterr()
-
-
-def test_what_advise_says_runs_at_the_published_batch_too_beside_exact_training():
-    contest = replace(CONTEST, ways=("exact", "tokens-0.3", "tokens-0.169"), published=16)
-    costs = costs_of(contest)
-    rows = played(contest, costs, lambda run: 60.0 - run.cell.batch + 10 * run.cell.time)
-    outcome = Outcome(contest, costs, rows)
-    told = [curve for curve in outcome.curves if curve.way.name == "tokens-0.169"]
-    assert [curve.batch for curve in told] == [4, 16]
-    assert outcome.same_batch(told[1]).shares == [0.5, 1.0]
-    assert (outcome.control.batch, outcome.same_batch(told[1]).batch) == (4, 16)
-    with pytest.raises(ExperimentError, match="published = 5 is none of"):
-        replace(contest, published=5).check("here")
 
 
 def test_what_was_predicted_is_held_against_exact_training_at_the_same_batch(tmp_path, monkeypatch):
@@ -487,14 +414,13 @@ def test_what_was_predicted_is_held_against_exact_training_at_the_same_batch(tmp
             return 40.0 if half else {8: 65.0, 4: 60.0, 16: 50.0}[size]
         return 50.0 if half or run.cell.way == "rows-0.3" else 70.0
 
-    costs = costs_of(CONTEST)
-    found = predictions.pairs({"vit": Outcome(CONTEST, costs, played(CONTEST, costs, score))})
+    outcome = outcome_of(CONTEST, played(CONTEST, score))
+    found = predictions.pairs({"vit": outcome})
     kept, rows = found
     assert (kept.way, kept.predicted, kept.found.value) == ("Tokens(0.3)", 0.6, 0.75)
     assert kept.miss == pytest.approx(0.2)
     assert rows.found.value == pytest.approx(1 / 0.7)
     (tmp_path / "summary.csv").write_text("task,batch\nvit,16\n")  # rows run at 8, tokens at 4
-    outcome = Outcome(CONTEST, costs, played(CONTEST, costs, score))
     assert [pair.way for pair in predictions.pairs({"vit": outcome})] == [rows.way]
     # Asked twice, the nearer batch answers; padding has no budget, so that 0.28 stands for 0.3.
     (tmp_path / "summary.csv").write_text("task,batch\nvit,16\nvit@4,4\n")
@@ -509,3 +435,33 @@ def test_what_was_predicted_is_held_against_exact_training_at_the_same_batch(tmp
         "predictions.png",
         "predictions.svg",
     }
+
+
+def test_smoke(tmp_path, capsys):
+    """From nothing to a page; from the tables alone, as in a clone, the same again."""
+    threads = torch.get_num_threads()
+    call = ["pay", "--preset", "smoke", "--out", str(tmp_path), "--quiet", "--seconds", "0"]
+    vit = [*call, "--workers", "0", "--task", "vit"]
+    try:
+        assert main([*call, "--task", "sst2-padded", "--plan"]) == 0
+        assert "nothing is trained" in capsys.readouterr().out
+        assert main([*vit, "--ways", "l3"]) == 1
+        assert "way 'l3' is unknown; use some of exact" in capsys.readouterr().err
+        assert main([*vit, "--ways", "vcas"]) == 0
+        assert {row["way"] for row in read_rows(tmp_path / "vit", SCHEMA)} == {"exact", "vcas"}
+        assert main([*vit, "--earnest"]) == 0
+        chosen_ways = {choice.way for choice in read_choices(tmp_path)}
+        assert chosen_ways == {"exact", "tokens-0.3", "tuner", "vcas"}
+        stored = ("README.md", "summary.csv", "choices.csv")
+        before = [(tmp_path / name).read_bytes() for name in stored]
+        (tmp_path / "vit" / "runs.sqlite").unlink()
+        assert main([*vit, "--stored"]) == 0
+        assert [(tmp_path / name).read_bytes() for name in stored] == before
+        capsys.readouterr()
+        assert main([*vit, "--plan"]) == 0
+        told = capsys.readouterr().out
+        assert ", 0 missing" in told
+        assert "| exact (control) |" in told
+    finally:
+        torch.set_num_threads(threads)
+        capsys.readouterr()

@@ -1,24 +1,17 @@
 """Real tasks: parsers on made-up files, batches, pretrained weights where they are at hand."""
 
-import hashlib
-import io
-import zipfile
-
 import pytest
 import torch
 from torch import nn
 
+from experiments.data import VARIABLE, DataError
+from experiments.data import files as data_files
 from experiments.lab.problem import trajectory
 from experiments.lab.trainer import Trainer, outputs
-from experiments.tasks import files, texts
+from experiments.tasks import texts
 from experiments.tasks.models import tiny_encoder
 from experiments.tasks.scores import f1, negative_loss, r_squared
 from experiments.tasks.table import BLOCK, HELD, TASKS
-from sketchprop.data import VARIABLE, DataError
-
-
-def sum_of(content):
-    return hashlib.sha256(content).hexdigest()
 
 
 def made_up(*lengths, pad=0):
@@ -113,43 +106,6 @@ def test_scores_are_those_of_the_definition():
     assert score(*outputs(Says(), halves)) == pytest.approx(-1 / 4)
 
 
-def test_files_are_found_in_the_folder_or_in_the_wheel_and_always_checked(own_folders):
-    content, other = b"weights", b"words"
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("inside/model", content)
-    source = files.Source(
-        "things", {"model": sum_of(content), "words": sum_of(other)}, "Ask pip", {},
-        wheel="a.whl", inside="inside",
-    )  # fmt: skip
-    with pytest.raises(DataError, match=f"Ask pip.*{VARIABLE}"):
-        source.read("model")
-    folder = own_folders / "cache" / "things"
-    folder.mkdir(parents=True)
-    (folder / "a.whl").write_bytes(packed.getvalue())
-    assert source.read("model") == content
-    with pytest.raises(DataError, match="cannot be unpacked"):
-        source.read("words")
-    given = own_folders / "given" / "things"
-    given.mkdir(parents=True)
-    (given / "words").write_bytes(other)
-    assert source.read("words") == other
-    (given / "words").write_bytes(b"other words")
-    with pytest.raises(DataError, match="SHA-256"):
-        source.read("words")
-
-
-def test_what_may_be_downloaded_is_kept_and_a_wrong_download_is_not(own_folders, monkeypatch):
-    source = files.Source("play", {"a": sum_of(b"right")}, "Look", {"a": "https://x.invalid/a"})
-    monkeypatch.setattr(files, "fetched", lambda url, most: b"wrong")
-    with pytest.raises(DataError, match=r"SHA-256.*Look"):
-        source.read("a")
-    monkeypatch.setattr(files, "fetched", lambda url, most: b"right")
-    assert source.read("a") == b"right"
-    monkeypatch.delattr(files, "fetched")
-    assert source.read("a") == b"right"
-
-
 def test_an_encoder_ignores_padding_and_knows_the_second_sentence():
     torch.manual_seed(0)
     model = tiny_encoder(2).eval()
@@ -176,10 +132,10 @@ def test_a_small_task_needs_no_file_and_trains(name, own_folders):
 
 @pytest.mark.parametrize("name", ["yields", "mrpc", "sst2", "gpt"])
 def test_a_task_whose_data_are_missing_says_where_to_get_them(name, own_folders, monkeypatch):
-    def unreachable(url, most):
+    def unreachable(url):
         raise DataError("no network")
 
-    monkeypatch.setattr(files, "fetched", unreachable)
+    monkeypatch.setattr(data_files, "fetched", unreachable)
     problem = TASKS[name]
     problem.make.cache_clear()
     with pytest.raises(DataError, match=r"https://|pip download"):

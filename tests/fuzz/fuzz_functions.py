@@ -141,15 +141,12 @@ class Function:
             f = modules[0].to(self.dtype).to(self.device)
         x = self._input(N, T, WIDTH)
         leaves = [t for t in (x, *f.parameters()) if t.requires_grad]
-        axis = pick(random.Random(self.seed), 0, 0, 1, None)
 
         def exact() -> Tensor:
             return x + f(x) if self.residual else f(x)  # type: ignore[no-any-return]
 
         def sketched() -> Tensor:
-            return sp.branch(
-                f, x, self.budget, save=self.save, residual=self.residual, sample_dim=axis
-            )
+            return sp.branch(f, x, self.budget, save=self.save, residual=self.residual)
 
         return sketched, exact, leaves, self.budget == 1.0 and isinstance(self.budget, float)
 

@@ -15,16 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sketchprop.core.enumeration import every_draw, expectation
-from sketchprop.core.samples import Samples
 from sketchprop.core.sampling import Uniforms, draw_uniforms
 from sketchprop.ops.attend import Attending
 from sketchprop.tokens import kept_attention, parts
-from sketchprop.tokens.attention import AttentionTensors, QueryCount, SelfAttention
-from sketchprop.tokens.draw import Among, KeptRows, draw_queries, kept_count
+from sketchprop.tokens.attention import AttentionTensors, SelfAttention
+from sketchprop.tokens.draw import Among, KeptRows, QueryCount, draw_queries, kept_count
 from sketchprop.tokens.function import run
 from sketchprop.tokens.parts import BlockTensors, RowBranch
-from sketchprop.tokens.read import read
-from sketchprop.tokens.rowwise import RowWise
+from sketchprop.tokens.rowwise import RowWise, read
 
 TOLERANCE = 1e-12
 N, T, D, HEADS = 2, 3, 4, 2
@@ -96,13 +94,12 @@ def kept(block: Block, x: Tensor, b: Budgets, uniforms: Uniforms, **mask: object
     layers = (block.qkv,) if block.packed else (block.q, block.k, block.v)
     projections = [rowwise(m) for m in layers]
     before, after = rowwise(*[block.norm1][: block.first]), rowwise(block.out)
-    samples = Samples(1, *x.shape[:2])
-    size = samples.samples * samples.tokens
+    size = x.shape[0] * x.shape[1]
     attention = SelfAttention(
         before.chain, tuple(p.chain for p in projections), after.chain, HEADS, block.kv_heads,
         Attending(is_causal=bool(mask.get("is_causal"))),
         QueryCount.of(b.queries, b.capacity, *x.shape[:2]),
-        kept_count(b.keys, size), b.save == "activations", samples,
+        kept_count(b.keys, size), b.save == "activations", *x.shape[:2],
     )  # fmt: skip
     tensors = AttentionTensors(
         mask.get("attn_mask"),  # type: ignore[arg-type]
@@ -112,7 +109,7 @@ def kept(block: Block, x: Tensor, b: Budgets, uniforms: Uniforms, **mask: object
         after.parameters,
     )
     f = rowwise(*[block.norm2][: block.first], *block.mlp)
-    branch = RowBranch(f.chain, kept_count(b.rows, size), b.save == "activations", True, samples)
+    branch = RowBranch(f.chain, kept_count(b.rows, size), b.save == "activations", True)
     norm = rowwise(*[] if block.first else [block.norm1])
     part = parts.Block(attention, norm.chain, branch, b.carry)
     inputs = BlockTensors(x, tensors, norm.parameters, f.parameters)
@@ -341,13 +338,12 @@ def test_probabilities_that_a_batch_shares_fill_the_budget_and_no_sample_too_muc
 ) -> None:
     """Samples of very different size, one without any gradient: Σ p = r, at most so many each."""
     torch.manual_seed(0)
-    samples = Samples(1, 5, 8)
     size = torch.tensor([100.0, 3.0, 1.0, 0.1, 0.0], dtype=torch.float64)[:, None]
     norms = (torch.rand(5, 8, dtype=torch.float64) * size).flatten()
     most = QueryCount.of(2, capacity, 1, 8).capacity
     counts = []
     for _ in range(50):
-        rows, scale = draw_queries(norms, 10, most, draw_uniforms, samples)
+        rows, scale = draw_queries(norms.view(5, 8), 10, most, draw_uniforms)
         assert rows.unique().numel() == 10
         assert (scale >= 1 - 1e-12).all()
         counts.append(torch.bincount(rows // 8, minlength=5))

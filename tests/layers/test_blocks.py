@@ -20,13 +20,11 @@ import sketchprop as sp
 from sketchprop import Tokens
 from sketchprop.cli.expressions import parse_sketch
 from sketchprop.core.enumeration import expectation
-from sketchprop.core.samples import Samples
 from sketchprop.core.sampling import draw_uniforms
 from sketchprop.layers import SketchedBlock
 from sketchprop.layers.share import kept_flops
 from sketchprop.meters import saved_bytes
-from sketchprop.tokens.attention import QueryCount
-from sketchprop.tokens.draw import draw_queries, row_norms
+from sketchprop.tokens.draw import QueryCount, draw_queries, row_norms
 from sketchprop.zoo import Block, ViT
 
 N, LENGTH, WIDTH = 4, 10, 16
@@ -350,7 +348,7 @@ def test_a_draw_of_queries_is_shared_by_the_batch_within_a_bound() -> None:
     tokens = Tokens(0.3)
     count = QueryCount.of(tokens.query_budget, tokens.capacity, 4, 20)
     norms = row_norms(G.flatten(0, 1))
-    index, scale = draw_queries(norms, *count, draw_uniforms, Samples(1, 4, 20))
+    index, scale = draw_queries(norms.view(4, 20), *count, draw_uniforms)
     counts = torch.bincount(index // 20, minlength=4)
     assert counts.sum() == 4 * 8
     assert counts.max() == counts[0] == 10  # 1.25 times the even share

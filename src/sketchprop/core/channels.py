@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import solve_dtype
+from .probabilities import solve_dtype
 
 _CHUNK_BYTES = 1 << 20
 

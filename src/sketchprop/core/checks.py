@@ -6,20 +6,9 @@ import math
 import numbers
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 SAMPLINGS = ("fixed", "independent")
-
-
-def solve_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which weights, probabilities and draws are computed: float32 or better."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """float64 where the device has it: for probabilities and their cumulative sums."""
-    return torch.float32 if x.device.type == "mps" else torch.float64
 
 
 def check_rank(rank: object) -> None:

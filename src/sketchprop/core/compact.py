@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import solve_dtype
+from .probabilities import solve_dtype
 from .sampling import Atoms, Uniforms, draw_uniforms
 from .vjp import CompactGradient, Vjp
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .checks import solve_dtype
+from .probabilities import solve_dtype
 
 FLOOR = 0.05
 """The share of the unseen in the guarded importance.

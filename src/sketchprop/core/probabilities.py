@@ -14,7 +14,17 @@ import math
 import torch
 from torch import Tensor
 
-from .checks import check_rank, solve_dtype, wide_dtype
+from .checks import check_rank
+
+
+def solve_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which weights, probabilities and draws are computed: float32 or better."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """float64 where the device has it: for probabilities and their cumulative sums."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
 
 
 def optimal_probabilities(weights: Tensor, rank: float) -> Tensor:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_rank, wide_dtype
+from .checks import check_rank
+from .probabilities import wide_dtype
 from .vjp import CompactGradient, Vjp
 
 Uniforms = Callable[[Tensor, tuple[int, ...]], Tensor]

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.checks import solve_dtype
 from ..core.compact import ColumnAtoms
 from ..core.importance import column_sums
-from ..core.probabilities import water_fill
+from ..core.probabilities import solve_dtype, water_fill
 from ..core.sampling import Uniforms, draw, draw_uniforms
 from ..core.vjp import Vjp
 from ..layers import SketchedLinear

@@ -12,17 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from ..core.cost import Size
-from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..ops.attend import Attending, Rotary, check_mask
 from ..sketches import Tokens
-from ..tokens.attention import AttentionTensors, QueryCount
+from ..tokens.attention import AttentionTensors
 from ..tokens.attention import SelfAttention as AttentionPart
-from ..tokens.draw import kept_count
+from ..tokens.draw import QueryCount, kept_count
 from ..tokens.function import leaves, run
 from ..tokens.parts import Block, BlockTensors, RowBranch
-from ..tokens.read import hooked, read
-from ..tokens.rowwise import Chain, Linear, Parameters, RowWise, drops
+from ..tokens.rowwise import Chain, Linear, Parameters, RowWise, drops, hooked, read
 from ..tokens.unknown import Unknown
 from .adapters import read_lora
 from .sketched import SketchedModule
@@ -143,10 +141,10 @@ class SketchedBlock(SketchedModule):
         rank = kept_count(tokens.budget, N * T)
         if rank >= N * T:
             return None
-        save, samples = tokens.save == "activations", Samples(1, N, T)
+        save = tokens.save == "activations"
         steps = self._steps(parts)
         if steps is not None:
-            return RowBranch(steps.chain, rank, save, True, samples), steps.parameters
+            return RowBranch(steps.chain, rank, save, True), steps.parameters
         # Of a RowWise that drops out the masks would be drawn anew.
         again = all(
             not drops(part.chain) if isinstance(part, RowWise) else not watched(part)
@@ -156,7 +154,7 @@ class SketchedBlock(SketchedModule):
             notes.append(f"its feed-forward part is exact: {self._unknown(parts)}")
             return None
         f = Unknown(lambda x: applied(parts, x))
-        return RowBranch(f, rank, save, True, samples), parameters_of(parts)
+        return RowBranch(f, rank, save, True), parameters_of(parts)
 
     def _attention_part(
         self, call: Anatomy, tokens: Tokens, notes: list[str]
@@ -182,7 +180,7 @@ class SketchedBlock(SketchedModule):
         chains = tuple(steps.chain for steps in projections if steps is not None)
         part = AttentionPart(
             norm.chain, chains, out.chain, attention.heads, kv_heads, how, queries, keys,
-            tokens.save == "activations", Samples(1, N, T),
+            tokens.save == "activations", N, T,
         )  # fmt: skip
         check_mask(attention.mask, (N, part.heads, T, T), how)
         made = tuple(steps.parameters for steps in projections if steps is not None)

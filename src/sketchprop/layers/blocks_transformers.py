@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..tokens.read import hooked
-from ..tokens.rowwise import Activation, Linear, Pair, RMSNorm, RowWise, Scale
+from ..tokens.rowwise import Activation, Linear, Pair, RMSNorm, RowWise, Scale, hooked
 from .blocks import Anatomy, RowPart, SelfAttention, SketchedBlock, watched
 
 _HARMLESS = frozenset(

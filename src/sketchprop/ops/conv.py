@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.checks import solve_dtype
 from ..core.compact import Kept, KeptRows, scaled
+from ..core.probabilities import solve_dtype
 from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import CompactGradient, Vjp

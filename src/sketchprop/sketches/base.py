@@ -110,6 +110,6 @@ def as_call(made: Any, hidden: str = "") -> str:
     shown = [repr(made.budget)]
     for field in fields(made)[1:]:
         value = getattr(made, field.name)
-        if value != field.default and field.name != hidden:
+        if field.init and value != field.default and field.name != hidden:
             shown.append(f"{field.name}={value!r}")
     return f"{type(made).__name__}({', '.join(shown)})"

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from ..core.checks import wide_dtype
 from ..core.compact import ElementAtoms
 from ..core.cost import Cost, Size, drawing_flops
+from ..core.probabilities import wide_dtype
 from ..core.vjp import Vjp
 from .base import Sketch
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..core import importance
-from ..core.checks import check_choice, solve_dtype, wide_dtype
+from ..core.checks import check_choice
 from ..core.compact import InputRowAtoms, RowAtoms, SketchedRowAtoms
 from ..core.cost import Cost, Size, drawing_flops
-from ..core.probabilities import water_fill
+from ..core.probabilities import solve_dtype, water_fill, wide_dtype
 from ..core.samples import Samples
 from ..core.vjp import Vjp
 from .base import Sketch, as_call

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core import importance
-from ..core.checks import solve_dtype
 from ..core.compact import LowRank, scaled, take_columns
 from ..core.cost import Cost, Size, drawing_flops
-from ..core.probabilities import water_fill
+from ..core.probabilities import solve_dtype, water_fill
 from ..core.sampling import Atoms
 from ..core.vjp import Vjp
 from .base import Sketch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from ..core.checks import check_budget
 from ..core.cost import Cost, Size
@@ -61,6 +61,12 @@ class Tokens:
     queries: float | int | None = None
     keys: float | int | None = None
     save: str = "activations"
+    query_budget: float | int = field(init=False, repr=False, compare=False)
+    """Kept tokens of each sample in attention."""
+    key_budget: float | int = field(init=False, repr=False, compare=False)
+    """Kept rows of K and V."""
+    capacity: float = field(init=False, repr=False, compare=False)
+    """Most queries of one sample, over the even share: room for a sample that matters more."""
 
     def __post_init__(self) -> None:
         for name in ("budget", "queries", "keys"):
@@ -68,28 +74,15 @@ class Tokens:
             if name == "budget" or value is not None:
                 object.__setattr__(self, name, check_budget(value))
         check_save(self.save)
-
-    @property
-    def query_budget(self) -> float | int:
-        """Kept tokens of each sample in attention."""
-        return more(self.budget, QUERIES) if self.queries is None else self.queries
-
-    @property
-    def key_budget(self) -> float | int:
-        """Kept rows of K and V."""
-        return more(self.budget, KEYS) if self.keys is None else self.keys
-
-    @property
-    def capacity(self) -> float:
-        """Most queries of one sample, over the even share: room for a sample that matters more.
-
-        Where rows are drawn among hardly more queries a tight bound would hold for the rows too:
-        there it is the room that the default number of queries would have.
-        """
-        rows, queries = self.budget, self.query_budget
-        usual = more(rows, QUERIES)
+        rows, usual = self.budget, more(self.budget, QUERIES)
+        queries = usual if self.queries is None else self.queries
+        keys = more(rows, KEYS) if self.keys is None else self.keys
+        # Where rows are drawn among hardly more queries a tight bound would hold for the rows too:
+        # there it is the room that the default number of queries would have.
         shares = isinstance(rows, float) and isinstance(queries, float)
-        return ROOM * usual / queries if shares and rows <= queries < usual else ROOM
+        room = ROOM * usual / queries if shares and rows <= queries < usual else ROOM
+        for name, value in (("query_budget", queries), ("key_budget", keys), ("capacity", room)):
+            object.__setattr__(self, name, value)
 
     @property
     def rest(self) -> Rows:

@@ -8,14 +8,13 @@ which their two projections run.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.samples import Samples
+from ..core.checks import check_budget
 from ..core.sampling import Uniforms, draw_uniforms
 from ..ops.attend import (
     Attended,
@@ -30,10 +29,10 @@ from ..ops.attend import (
     rotated_back,
     with_four_axes,
 )
-from ..ops.backward import as_autocast, as_rows
-from .draw import KeptRows, draw_rows, keep, keep_queries, kept_count, row_norms
+from ..ops.backward import as_autocast
+from .draw import KeptRows, QueryCount, draw_rows, keep, keep_queries, row_norms
 from .function import Tree, Walk, any_of, nothing_like, run, wanted
-from .rowwise import NOTHING, Chain, Parameters, rows_of, with_residual
+from .rowwise import NOTHING, Chain, Parameters, as_rows, rows_of, with_residual
 
 
 class Slots(NamedTuple):
@@ -51,8 +50,7 @@ class Slots(NamedTuple):
     slot: Tensor | None
 
     @classmethod
-    def of(cls, rows: Tensor, capacity: int, samples: Samples) -> Slots:
-        N, T = samples.samples, samples.tokens
+    def of(cls, rows: Tensor, capacity: int, N: int, T: int) -> Slots:
         if rows.shape[0] == N * capacity:
             return cls(rows, rows, rows.view(N, capacity) % T, None)
         starts = torch.arange(0, N * T, T, device=rows.device)
@@ -123,23 +121,6 @@ def token_rows(x: Tensor) -> Tensor:
     return x.transpose(1, 2).reshape(N * T, H * d)
 
 
-class QueryCount(NamedTuple):
-    """How many queries are kept: in the batch, and at most of one sample."""
-
-    rank: int
-    capacity: int
-
-    @classmethod
-    def of(cls, queries: float | int, capacity: float, samples: int, tokens: int) -> QueryCount:
-        if not capacity >= 1:
-            raise ValueError(
-                f"capacity={capacity!r} is below the even share; give 1.0 (the same number of "
-                "queries in each sample) or more, for example 1.5"
-            )
-        count = kept_count(queries, max(1, tokens))
-        return cls(samples * count, min(tokens, math.ceil(capacity * count)))
-
-
 class HeadInputs(NamedTuple):
     q: Tensor
     k: Tensor
@@ -160,9 +141,8 @@ class Attention(NamedTuple):
     def backward(self, walk: Walk) -> HeadInputs:
         q, k, v, mask = walk.inputs
         N, H, T, _ = q.shape
-        samples, (rank, capacity) = Samples(1, N, T), self.queries
-        kept = keep_queries(token_rows(walk.grad), rank, capacity, walk.uniforms, samples)
-        slots = Slots.of(kept.rows, capacity, samples)
+        kept = keep_queries(token_rows(walk.grad), N, self.queries, walk.uniforms)
+        slots = Slots.of(kept.rows, self.queries.capacity, N, T)
         dq, dk, dv = attend_back(
             slots.put(kept.values, H),
             (slots.gather(q), k, v),
@@ -209,7 +189,7 @@ def kept_attention(
     check_heads(q, k, v, enable_gqa)
     check_mask(attn_mask, (*q.shape[:-1], k.shape[-2]), how)
     N, _, T, _ = q.shape
-    count = QueryCount.of(queries, capacity, N, T)
+    count = QueryCount.of(check_budget(queries), capacity, N, T)
     learned = attn_mask is not None and attn_mask.requires_grad
     exact = learned or count.rank >= N * T or not q.numel() or q.is_meta
     if exact or not wanted((q, k, v)):
@@ -260,7 +240,8 @@ class SelfAttention(NamedTuple):
     queries: QueryCount
     keys: int
     save: bool
-    samples: Samples
+    samples: int
+    tokens: int
 
     def forward(self, x: Tensor, tensors: AttentionTensors) -> tuple[Tensor, Made]:
         normed, _ = self.before.forward(x, tensors.before, False)
@@ -282,7 +263,7 @@ class SelfAttention(NamedTuple):
         return with_residual(x, y, self.after), all_saved
 
     def draw(self, G: Tensor, uniforms: Uniforms) -> KeptRows:
-        return keep_queries(G, *self.queries, uniforms, self.samples)
+        return keep_queries(G, self.samples, self.queries, uniforms)
 
     def back(self, kept: KeptRows, dX: Tensor, walk: Walk) -> tuple[Tensor, AttentionTensors]:
         """The gradients of x and of the tensors, from that of the result at the kept queries.
@@ -292,7 +273,7 @@ class SelfAttention(NamedTuple):
         X, made = as_rows(walk.inputs.x), walk.saved.attention
         tensors, wants = walk.inputs.attention, walk.wants.attention
         below = walk.wants.x or any_of(wants.before)
-        slots = Slots.of(kept.rows, self.queries.capacity, self.samples)
+        slots = Slots.of(kept.rows, self.queries.capacity, self.samples, self.tokens)
         heads, attended, mask = self._at_slots(slots, X, tensors, made)
         dO, after = self.after.back(
             kept.values, slots.take(attended.out), tensors.after,
@@ -337,7 +318,7 @@ class SelfAttention(NamedTuple):
         if self.keys >= dk.shape[0]:
             return torch.arange(dk.shape[0], device=dk.device), dk, dv
         norms = torch.hypot(row_norms(dk), row_norms(dv))
-        draw = draw_rows(norms, self.keys, uniforms, self.samples)
+        draw = draw_rows(norms, self.keys, uniforms)
         return draw.rows, keep(dk, draw).values, keep(dv, draw).values
 
     def _at_slots(
@@ -345,7 +326,7 @@ class SelfAttention(NamedTuple):
     ) -> tuple[Heads, Attended, Tensor | None]:
         """Kept queries, all keys and values, what was attended and the mask: gathered, or computed
         again from x."""
-        mask = slots.mask(tensors.mask, self.samples.tokens, self.how.is_causal)
+        mask = slots.mask(tensors.mask, self.tokens, self.how.is_causal)
         if made.heads is not None:
             q, k, v = made.heads
             return (slots.gather(q), k, v), slots.attended(made.attended), mask
@@ -355,7 +336,7 @@ class SelfAttention(NamedTuple):
         for (chain, P, masks), rows in zip(maps, (slots.source, None, None), strict=True):
             x = normed if rows is None else normed.index_select(0, rows)
             y, _ = chain.again(x, P, rows_of(masks, rows), True)
-            products.append(y.view(self.samples.samples, -1, y.shape[-1]))
+            products.append(y.view(self.samples, -1, y.shape[-1]))
         rotary = tensors.rotary
         heads = self._heads(products, rotary and slots.rotary(rotary), rotary)
         mask_of_dropout = made.attended.dropout

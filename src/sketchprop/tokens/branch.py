@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from ..core.samples import Samples
+from ..core.checks import check_budget
 from ..core.sampling import Uniforms, draw_uniforms
 from ..sketches.tokens import check_save
 from .draw import kept_count
 from .function import run, wanted
 from .parts import Block, BlockTensors, RowBranch
-from .read import read
-from .rowwise import Chain, RowWise
+from .rowwise import Chain, RowWise, read
 from .unknown import Unknown, name_of
 
 
@@ -26,7 +25,6 @@ def branch(
     save: str = "activations",
     residual: bool = False,
     parameters: Iterable[Tensor] | None = None,
-    sample_dim: int | None = 0,
     uniforms: Uniforms = draw_uniforms,
     check: bool = True,
 ) -> Tensor:
@@ -45,7 +43,6 @@ def branch(
 
     ``residual``: x + f(x), at the cost of one pass over the gradient less than adding it outside.
     ``parameters``: those that f uses, where f is a function; a module brings its own.
-    ``sample_dim``: the axis of samples, over which a draw is spread evenly; None: one sample.
     ``check``: try f on three rows by themselves and refuse one that mixes rows or draws random
     numbers. What is made of plain torch layers is row-wise by construction, keeps its masks of
     dropout and is not tried; only that can be compiled.
@@ -59,7 +56,7 @@ def branch(
     """
     check_save(save)
     rows = x.numel() // max(1, x.shape[-1])
-    rank = kept_count(budget, max(1, rows))
+    rank = kept_count(check_budget(budget), max(1, rows))
     known = f if isinstance(f, RowWise) else read(f) if isinstance(f, nn.Module) else None
     P = known.parameters if known is not None else _parameters_of(f, parameters)
     inputs = BlockTensors(x, rows=P)
@@ -72,8 +69,7 @@ def branch(
             "Give an nn.Sequential of plain torch layers, or a RowWise that spells it out"
         )
     steps = Unknown(f, check) if known is None else known.chain
-    samples = Samples.of(tuple(x.shape[:-1]), sample_dim)
-    rows_part = RowBranch(steps, rank, save == "activations", residual, samples)
+    rows_part = RowBranch(steps, rank, save == "activations", residual)
     return run(Block(None, Chain(), rows_part), inputs, uniforms)
 
 

@@ -10,16 +10,14 @@ parts the sum travels by the norm's vjp, which is linear and takes each row by i
 
 from __future__ import annotations
 
-import numbers
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.checks import check_budget, solve_dtype
 from ..core.compact import scaled
-from ..core.probabilities import capped_fill, water_fill
-from ..core.samples import Samples
+from ..core.probabilities import capped_fill, solve_dtype, water_fill
 from ..core.sampling import Uniforms, draw
 
 
@@ -39,10 +37,8 @@ class KeptRows(NamedTuple):
 
 def kept_count(budget: float | int, size: int) -> int:
     """How many of ``size`` a budget keeps: at least one, at most all."""
-    value = check_budget(budget)
-    if isinstance(value, numbers.Integral):
-        return min(int(value), size)
-    return min(size, max(1, round(value * size)))
+    count = budget if isinstance(budget, int) else max(1, round(budget * size))
+    return min(count, size)
 
 
 def row_norms(G: Tensor) -> Tensor:
@@ -51,34 +47,24 @@ def row_norms(G: Tensor) -> Tensor:
     return norms
 
 
-def draw_rows(norms: Tensor, rank: int, uniforms: Uniforms, samples: Samples) -> Draw:
-    """``rank`` of all rows, p ∝ ``norms[B]``. O(B log B)."""
-    p = water_fill(samples.by_sample(norms).flatten(), rank)
-    index, scale = draw(p, rank, uniforms=uniforms)
-    return Draw(_in_memory(samples, index), scale)
+def draw_rows(norms: Tensor, rank: int, uniforms: Uniforms) -> Draw:
+    """``rank`` of all rows, p ∝ ``norms[B]``: ascending. O(B log B)."""
+    return Draw(*draw(water_fill(norms, rank), rank, uniforms=uniforms))
 
 
-def draw_queries(
-    norms: Tensor, rank: int, capacity: int, uniforms: Uniforms, samples: Samples
-) -> Draw:
-    """``rank`` of all rows, at most ``capacity`` of a sample, p ∝ ``norms[B]``: ascending.
+def draw_queries(norms: Tensor, rank: int, capacity: int, uniforms: Uniforms) -> Draw:
+    """``rank`` of all rows, at most ``capacity`` of a sample, p ∝ ``norms[N, T]``: ascending.
 
-    Where rank = samples · capacity each sample draws for itself; else one draw runs through the
-    batch, and samples that matter more get more queries. O(B log B), shapes are static.
+    Where rank = N · capacity each sample draws for itself; else one draw runs through the batch,
+    and samples that matter more get more queries. O(B log B), shapes are static.
     """
-    parts = samples.by_sample(norms)
-    if rank < samples.samples * capacity:
-        index, scale = draw(capped_fill(parts, rank, capacity).flatten(), rank, uniforms=uniforms)
-        return Draw(_in_memory(samples, index), scale)
-    index, scale = draw(water_fill(parts, capacity), capacity, uniforms=uniforms)
-    first = torch.arange(samples.samples, device=norms.device).unsqueeze(-1) * samples.tokens
-    return Draw(_in_memory(samples, (index + first).flatten()), scale.flatten())
-
-
-def _in_memory(samples: Samples, index: Tensor) -> Tensor:
-    """The rows at places in sample-major order."""
-    units = samples.units(False, index.device)
-    return index if units is None else units[index].flatten()
+    N, T = norms.shape
+    if rank < N * capacity:
+        p = capped_fill(norms, rank, capacity).flatten()
+        return Draw(*draw(p, rank, uniforms=uniforms))
+    index, scale = draw(water_fill(norms, capacity), capacity, uniforms=uniforms)
+    first = torch.arange(0, N * T, T, device=norms.device).unsqueeze(-1)
+    return Draw((index + first).flatten(), scale.flatten())
 
 
 def keep(G: Tensor, draw: Draw) -> KeptRows:
@@ -88,13 +74,28 @@ def keep(G: Tensor, draw: Draw) -> KeptRows:
     return KeptRows(draw.rows, scaled(values, scale) if narrow else values.mul_(scale.to(G.dtype)))
 
 
-def keep_queries(
-    G: Tensor, rank: int, capacity: int, uniforms: Uniforms, samples: Samples
-) -> KeptRows:
-    """Rows for attention, p ∝ ‖g_b‖; all of them where ``rank`` says so."""
-    if rank >= G.shape[0]:
+class QueryCount(NamedTuple):
+    """How many queries are kept: in the batch, and at most of one sample."""
+
+    rank: int
+    capacity: int
+
+    @classmethod
+    def of(cls, queries: float | int, capacity: float, samples: int, tokens: int) -> QueryCount:
+        if not capacity >= 1:
+            raise ValueError(
+                f"capacity={capacity!r} is below the even share; give 1.0 (the same number of "
+                "queries in each sample) or more, for example 1.5"
+            )
+        count = kept_count(queries, max(1, tokens))
+        return cls(samples * count, min(tokens, math.ceil(capacity * count)))
+
+
+def keep_queries(G: Tensor, samples: int, count: QueryCount, uniforms: Uniforms) -> KeptRows:
+    """Rows for attention, p ∝ ‖g_b‖; all of them where ``count`` says so."""
+    if count.rank >= G.shape[0]:
         return KeptRows(torch.arange(G.shape[0], device=G.device), G)
-    return keep(G, draw_queries(row_norms(G), rank, capacity, uniforms, samples))
+    return keep(G, draw_queries(row_norms(G).view(samples, -1), *count, uniforms))
 
 
 class Among(NamedTuple):
@@ -115,6 +116,6 @@ def draw_among(queries: KeptRows, rank: int, uniforms: Uniforms) -> Among:
     """``rank`` of the kept rows, drawn once more, p ∝ the norms of what they hold now."""
     if rank >= queries.rows.shape[0]:
         return Among(queries, None)
-    places, scale = draw(water_fill(row_norms(queries.values), rank), rank, uniforms=uniforms)
-    values = scaled(queries.values.index_select(0, places), scale.unsqueeze(-1))
-    return Among(KeptRows(queries.rows.index_select(0, places), values), places)
+    drawn = draw_rows(row_norms(queries.values), rank, uniforms)
+    kept = keep(queries.values, drawn)
+    return Among(KeptRows(queries.rows.index_select(0, drawn.rows), kept.values), drawn.rows)

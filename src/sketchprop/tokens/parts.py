@@ -6,13 +6,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..core.samples import Samples
 from ..core.sampling import Uniforms
-from ..ops.backward import as_rows
 from .attention import SelfAttention
 from .draw import Among, KeptRows, draw_among, draw_rows, keep, row_norms
 from .function import Tree, Walk, any_of, nothing_like
-from .rowwise import NOTHING, Chain, Parameters, rows_of, with_residual
+from .rowwise import NOTHING, Chain, Parameters, as_rows, rows_of, with_residual
 from .unknown import Unknown
 
 
@@ -26,7 +24,6 @@ class RowBranch(NamedTuple):
     rank: int
     save: bool
     residual: bool
-    samples: Samples
 
     def forward(self, x: Tensor, P: Parameters) -> tuple[Tensor, Tree]:
         y, saved = self.f.forward(x, P, self.save)
@@ -35,7 +32,7 @@ class RowBranch(NamedTuple):
         return (with_residual(x, y, self.f) if isinstance(self.f, Chain) else x + y), saved
 
     def draw(self, G: Tensor, uniforms: Uniforms) -> KeptRows:
-        return keep(G, draw_rows(row_norms(G), self.rank, uniforms, self.samples))
+        return keep(G, draw_rows(row_norms(G), self.rank, uniforms))
 
 
 class BlockTensors(NamedTuple):

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..ops.backward import as_rows
 from .function import Tree, any_of, leaves, like, nothing_like
 
 Parameters = Tree
@@ -303,6 +302,11 @@ def with_residual(x: Tensor, y: Tensor, made_by: Chain) -> Tensor:
     return y.add_(x) if made_by.steps and y.dtype == x.dtype else x + y
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """``[*, d]`` as ``[B, d]``."""
+    return x.reshape(-1, x.shape[-1])
+
+
 def rows_of(saved: Tree, rows: Tensor | None) -> Tree:
     """Some rows, or all, of everything that was saved."""
     tensors = map(as_rows, leaves(saved))
@@ -336,3 +340,65 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]]
     "sigmoid": (torch.sigmoid, lambda g, x, y: _aten.sigmoid_backward(g, y)),
 }
 """The function, and its vjp from g, x and y."""
+
+
+def read(module: nn.Module) -> RowWise | None:
+    """``module`` as steps with their parameters, or ``None`` where it is not known.
+
+    Plain torch layers in any nesting of ``nn.Sequential``. A layer with hooks, or of a subclass,
+    is not taken apart: it may do more than its class does.
+    """
+    if hooked(module):
+        return None
+    if type(module) is not nn.Sequential:
+        step = _STEPS.get(type(module))
+        return None if step is None else step(module)
+    whole = RowWise.of()
+    for child in module:
+        part = read(child)
+        if part is None:
+            return None
+        whole += part
+    return whole
+
+
+def _norm(layer: Any) -> RowWise | None:
+    if len(layer.normalized_shape) != 1 or layer.eps is None:
+        return None
+    if type(layer) is nn.RMSNorm:
+        return RowWise.of((RMSNorm(layer.eps), (layer.weight,)))
+    return RowWise.of((LayerNorm(layer.eps), (layer.weight, layer.bias)))
+
+
+def _dropout(layer: Any) -> RowWise:
+    drops = layer.training and layer.p > 0
+    return RowWise.of((Dropout(layer.p), ())) if drops else RowWise.of()
+
+
+def activation(name: str) -> Callable[[Any], RowWise]:
+    return lambda layer: RowWise.of((Activation(name), ()))
+
+
+_STEPS: dict[type, Callable[[Any], RowWise | None]] = {
+    nn.Identity: lambda layer: RowWise.of(),
+    nn.Dropout: _dropout,
+    nn.Linear: lambda layer: RowWise.of((Linear(), (layer.weight, layer.bias))),
+    nn.LayerNorm: _norm,
+    nn.RMSNorm: _norm,
+    nn.GELU: lambda layer: activation(f"gelu_{layer.approximate}")(layer),
+    nn.ReLU: activation("relu"),
+    nn.SiLU: activation("silu"),
+    nn.Tanh: activation("tanh"),
+    nn.Sigmoid: activation("sigmoid"),
+}
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether a module does more than its class: hooks, or a forward of the instance's own."""
+    return bool(
+        "forward" in vars(module)
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )

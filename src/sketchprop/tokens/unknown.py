@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..ops.backward import as_rows
 from .function import Tree
-from .rowwise import NOTHING, not_finite
+from .rowwise import NOTHING, as_rows, not_finite
 
 RowFunction = Callable[[Tensor], Tensor]
 _MIXING = ("Attention", "BatchNorm", "Conv", "RNN", "LSTM", "GRU", "Softmax", "Pool", "Flatten")

@@ -1,7 +1,7 @@
 """Data sets as plain tensors: found where the user says, cached, or downloaded; always checked."""
 
 from .cifar import cifar10
-from .digits import mnist, normalised, parse_idx
+from .digits import mnist, normalised
 from .files import VARIABLE, DataError, Labelled
 
-__all__ = ["VARIABLE", "DataError", "Labelled", "cifar10", "mnist", "normalised", "parse_idx"]
+__all__ = ["VARIABLE", "DataError", "Labelled", "cifar10", "mnist", "normalised"]

@@ -1,7 +1,6 @@
 """CIFAR-10. Its batches are pickles, and a pickle can run code: each file is first compared with
-its published MD5 sum and with its SHA-256 sum, and then read by an unpickler that knows no name
-but the three of numpy that the format needs - and those are stand-ins which only collect a shape,
-a type and bytes.
+its SHA-256 sum, and then read by an unpickler that knows no name but the three of numpy that the
+format needs - and those are stand-ins which only collect a shape, a type and bytes.
 """
 
 from __future__ import annotations
@@ -11,57 +10,29 @@ import pickle
 import pickletools
 import tarfile
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.cache import cache_folder
-from .files import DataError, Labelled, candidates, checked, fetched, keep, missing, read
+from .files import MOST_BYTES, DataError, Labelled, Source, fetched
 
-FOLDER = "cifar10"
+ARCHIVE = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 INNER = "cifar-10-batches-py"
 """The folder inside of the published archive."""
-CIFAR10_ARCHIVE = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
-CIFAR10_ARCHIVE_MD5 = "c58f30108f718f92721af3b95e74349a"
-
-
-class Sums(NamedTuple):
-    """MD5 as published with the data; SHA-256 of the same files, because MD5 can be forged."""
-
-    md5: str
-    sha256: str
-
-
-CIFAR10_SUMS = {
-    "data_batch_1": Sums(
-        "c99cafc152244af753f735de768cd75f",
-        "54636561a3ce25bd3e19253c6b0d8538147b0ae398331ac4a2d86c6d987368cd",
-    ),
-    "data_batch_2": Sums(
-        "d4bba439e000b95fd0a9bffe97cbabec",
-        "766b2cef9fbc745cf056b3152224f7cf77163b330ea9a15f9392beb8b89bc5a8",
-    ),
-    "data_batch_3": Sums(
-        "54ebc095f3ab1f0389bbae665268c751",
-        "0f00d98ebfb30b3ec0ad19f9756dc2630b89003e10525f5e148445e82aa6a1f9",
-    ),
-    "data_batch_4": Sums(
-        "634d18415352ddfa80567beed471001a",
-        "3f7bb240661948b8f4d53e36ec720d8306f5668bd0071dcb4e6c947f78e9682b",
-    ),
-    "data_batch_5": Sums(
-        "482c414d41f54cd18b22e5b47cb7c3cb",
-        "d91802434d8376bbaeeadf58a737e3a1b12ac839077e931237e0dcd43adcb154",
-    ),
-    "test_batch": Sums(
-        "40351d587109b95175f43aff81a1287e",
-        "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831",
-    ),
-}
+CIFAR10 = Source(
+    f"cifar10/{INNER}",
+    {
+        "data_batch_1": "54636561a3ce25bd3e19253c6b0d8538147b0ae398331ac4a2d86c6d987368cd",
+        "data_batch_2": "766b2cef9fbc745cf056b3152224f7cf77163b330ea9a15f9392beb8b89bc5a8",
+        "data_batch_3": "0f00d98ebfb30b3ec0ad19f9756dc2630b89003e10525f5e148445e82aa6a1f9",
+        "data_batch_4": "3f7bb240661948b8f4d53e36ec720d8306f5668bd0071dcb4e6c947f78e9682b",
+        "data_batch_5": "d91802434d8376bbaeeadf58a737e3a1b12ac839077e931237e0dcd43adcb154",
+        "test_batch": "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831",
+    },
+    f"It is in {ARCHIVE}",
+)
 _PIXELS = 3 * 32 * 32
-_MOST_BYTES = 1 << 28
-"""The archive is not longer: 170 MB."""
 
 
 def cifar10(train: bool = True, *, download: bool = True) -> Labelled:
@@ -69,7 +40,7 @@ def cifar10(train: bool = True, *, download: bool = True) -> Labelled:
 
     ``images, labels = cifar10(train=False)``; ``download=False`` only looks at this machine.
     """
-    names = [name for name in CIFAR10_SUMS if name.startswith("data_") == train]
+    names = [name for name in CIFAR10.sums if name.startswith("data_") == train]
     batches = [parse_batch(content) for content in _find(names, download)]
     images, labels = (torch.cat(part) for part in zip(*batches, strict=True))
     return Labelled(images, labels)
@@ -176,26 +147,16 @@ _STAND_INS: dict[tuple[str, str], Any] = {
 
 def _find(names: list[str], download: bool) -> list[bytes]:
     """The files of these names; one download serves all that are not here."""
-    found = {name: _on_this_machine(name) for name in names}
-    absent = [name for name, content in found.items() if content is None]
+    found = {name: content for name in names if (content := CIFAR10.here(name)) is not None}
+    absent = [name for name in names if name not in found]
     if absent and not download:
-        raise missing(FOLDER, f"{INNER}/{absent[0]}", "downloading was not asked for")
+        raise CIFAR10.missing(absent[0], "downloading was not asked for")
     if absent:
         try:
-            packed = fetched(CIFAR10_ARCHIVE, _MOST_BYTES)
-            checked(packed, CIFAR10_ARCHIVE_MD5, CIFAR10_ARCHIVE, "MD5")
+            found |= _unpacked(fetched(ARCHIVE))
         except DataError as error:
-            raise missing(FOLDER, f"{INNER}/{absent[0]}", str(error)) from None
-        found = {**found, **_unpacked(packed)}
-    return [content for name in names if (content := found[name]) is not None]
-
-
-def _on_this_machine(name: str) -> bytes | None:
-    for folder in candidates(FOLDER, INNER):
-        content = read(folder / name)
-        if content is not None:
-            return _checked(content, name, str(folder / name))
-    return None
+            raise CIFAR10.missing(absent[0], str(error)) from None
+    return [found[name] for name in names]
 
 
 def _unpacked(packed: bytes) -> dict[str, bytes]:
@@ -203,19 +164,13 @@ def _unpacked(packed: bytes) -> dict[str, bytes]:
     batches = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
-            for name in CIFAR10_SUMS:
+            for name in CIFAR10.sums:
                 member = archive.extractfile(f"{INNER}/{name}")
                 if member is None:
-                    raise DataError(f"{CIFAR10_ARCHIVE}: {INNER}/{name} is not a file")
-                content = member.read(_MOST_BYTES)
-                batches[name] = _checked(content, name, CIFAR10_ARCHIVE)
+                    raise DataError(f"{ARCHIVE}: {INNER}/{name} is not a file")
+                batches[name] = CIFAR10.checked(member.read(MOST_BYTES), name, ARCHIVE)
     except (tarfile.TarError, KeyError, EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{CIFAR10_ARCHIVE} cannot be unpacked: {error}") from None
+        raise DataError(f"{ARCHIVE} cannot be unpacked: {error}") from None
     for name, content in batches.items():
-        keep(content, cache_folder() / FOLDER / INNER / name)
+        CIFAR10.keep(content, name)
     return batches
-
-
-def _checked(content: bytes, name: str, source: str) -> bytes:
-    checked(content, CIFAR10_SUMS[name].md5, source, "MD5")
-    return checked(content, CIFAR10_SUMS[name].sha256, source)

@@ -1,0 +1,78 @@
+"""Equal nominal cost: a sketch that keeps p of the backward trains 1/p times as many epochs.
+
+An iso-FLOP table: train loss of each method, beside that of exact training.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..lab.pages import write_csv
+from ..lab.selection import PointResult
+from ..lab.store import table_path
+from ..lab.study import Reading
+from ..lab.sweep import Point, Protocol, Sweep
+from ..methods import EXACT, METHODS
+from ..mnist.study import FIGURES, FINDINGS, MnistCell, MnistStudy
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsoFlopStudy(MnistStudy):
+    def load(self, preset: str) -> Sweep:
+        sweep = super().load(preset)
+        cell: Any = sweep.protocol.base
+        methods = [m.name for m in METHODS.values() if not set(FIGURES).isdisjoint(m.figures)]
+        points = [
+            Point(
+                name,
+                "all",
+                p,
+                replace(sweep.protocol, base=replace(cell, epochs=round(cell.epochs / p))),
+            )
+            for name in methods
+            for p in ((1.0,) if name == EXACT else sweep.protocol.budgets)
+        ]
+        return replace(sweep, extras=tuple(sorted(points, key=lambda p: -p.budget)))
+
+    def summarise(self, reading: Reading) -> list[Path]:
+        return [write_csv(reading.out / "summary.csv", [_line(s, reading) for s in reading.extras])]
+
+    def facts(self, reading: Reading) -> dict[str, Any]:
+        return {
+            "about": self.describe(reading.sweep.protocol),
+            "lines": [_line(s, reading) for s in reading.extras],
+            "missing": len(reading.sweep.extras) - len(reading.extras),
+            "table_name": table_path(reading.out).name,
+        }
+
+
+def _line(s: PointResult, reading: Reading) -> dict[str, Any]:
+    """A point: the mean train loss of its last epoch, at the rate that each seed chose."""
+    rows = [reading.results.row(s.point, seed, r.rate_index) for seed, r in s.seeds.items()]
+    losses = [row["loss_curve"][-1] or math.inf for row in rows]  # None: diverged
+    return {
+        "method": s.point.method,
+        "budget": s.point.budget,
+        "epochs": rows[0]["epochs"],
+        "train_loss": statistics.mean(losses),
+        "least": min(losses),
+        "most": max(losses),
+        "test": s.mean,
+        "learning_rate_median": s.learning_rate,
+        "seeds": len(losses),
+    }
+
+
+ISO_FLOP = IsoFlopStudy(
+    name="iso-flop",
+    help="train loss at equal nominal cost: 1/p times as many steps",
+    title="Train loss at equal nominal cost",
+    published={"cpu": "iso-flop"},
+    protocol=Protocol(MnistCell(widths=(784, 64, 64, 64, 10)), budgets=(0.5, 0.05)),
+    findings=FINDINGS,
+    sort_by=("widths", "epochs", "clip"),
+)
