@@ -42,11 +42,9 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
         Trainer(callbacks=[SketchCallback(Tokens(0.3), schedule=Ladder({0: 1.0, 500: 0.3}))])
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._steps = 0
-        self._resumed: dict[str, Any] = {}
-        self._tuner_state: dict[str, Any] | None = None
+    _steps = 0
+    _resumed: dict[str, Any] | None = None
+    _tuner_state: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         # Steps are restored after this hook; each batch sets its own budget.
@@ -56,7 +54,7 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
             for device in _devices():
                 if str(device) in self._resumed:
                     set_random_state(device, self._resumed[str(device)])
-        self._resumed = {}
+        self._resumed = None
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         self._steps = trainer.global_step

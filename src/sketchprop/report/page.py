@@ -92,14 +92,6 @@ def _template() -> Any:
         ) from error
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters["prose"] = _prose
     environment.filters["svg"] = lambda chart: Markup(as_svg(chart))
     source = files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(source)
-
-
-def _prose(text: str) -> str:
-    """No line ends between a number and its sign or unit."""
-    for sign in (" ×", " ± ", " %", " ms", " MB", " kB"):
-        text = text.replace(sign, sign.replace(" ", "\u00a0"))
-    return text

@@ -115,15 +115,6 @@ class Fresh(_Lasting):
 
 
 @dataclass
-class _Known:
-    """Atoms, the shape of gradients that they are for, and how often they were used."""
-
-    atoms: Atoms
-    made_for: tuple[Any, ...]
-    uses: int = 0
-
-
-@dataclass
 class Every(_Lasting):
     """New atoms every so many ``steps``, and the same ones in between; ``rows`` as in ``Fresh``.
 
@@ -133,18 +124,19 @@ class Every(_Lasting):
 
     steps: int
     rows: float | int = 1.0
-    _known: dict[Sketch, _Known] = field(
+    _known: dict[Sketch, tuple[Any, int, Atoms]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
+    """The shape of gradients that atoms were made for, how often they were used, and they."""
 
     def atoms(self, sketch: Sketch, vjp: Vjp) -> Atoms:
         G = vjp.G
         now = (G.shape[:-2], G.shape[-1], G.dtype, G.device)
-        known = self._known.get(sketch)
-        if known is None or known.made_for != now or known.uses >= self.steps:
-            known = self._known[sketch] = _Known(self.make(sketch, vjp), now)
-        known.uses += 1
-        return seen_now(known.atoms, G)
+        made_for, uses, atoms = self._known.get(sketch, (None, 0, None))
+        if atoms is None or made_for != now or uses >= self.steps:
+            uses, atoms = 0, self.make(sketch, vjp)
+        self._known[sketch] = (now, uses + 1, atoms)
+        return seen_now(atoms, G)
 
     def forget(self) -> None:
         self._known = {}
