@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.compact import ColumnAtoms
 from ..core.importance import column_sums
 from ..core.probabilities import solve_dtype, water_fill
-from ..core.sampling import Uniforms, draw, draw_uniforms
+from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import Vjp
 from ..layers import SketchedLinear
 from ..sketches import ColumnSketch, Planner, Sketch
@@ -301,7 +301,7 @@ def _check_ranks(layers: Sequence[_Layer], parts: Sequence[Tensor], world: int) 
 def _draw(layer: _Layer, weights: Tensor) -> Tensor:
     """[indices, 1/p as bits] in int32; what rank 0 makes is what counts."""
     r = layer.rank
-    index, scale = draw(floored(water_fill(weights.sqrt(), r), r), r)
+    index, scale = floored(ColumnAtoms(water_fill(weights.sqrt(), r), r)).choose()
     bits = scale.to(solve_dtype(weights)).float().view(torch.int32)
     return torch.cat([index.to(torch.int32), bits])
 

@@ -71,8 +71,7 @@ class _Lasting(Planner):
     def make(self, sketch: Sketch, vjp: Vjp) -> Atoms:
         """New atoms, with a floor under p."""
         some_rows = vjp.G[..., :: self._stride(vjp.G.shape[-2]), :]
-        atoms = sketch.lasting_atoms(vjp._replace(G=some_rows))
-        return replace(atoms, probabilities=floored(atoms.probabilities, atoms.rank))
+        return floored(sketch.lasting_atoms(vjp._replace(G=some_rows)))
 
     def refusal(self, sketch: Sketch) -> str:
         if type(sketch).lasting_atoms is not Sketch.lasting_atoms:
@@ -142,13 +141,15 @@ class Every(_Lasting):
         self._known = {}
 
 
-def floored(p: Tensor, rank: float) -> Tensor:
-    """Probabilities with a floor under them; what a non-finite G made becomes uniform.
+def floored(atoms: Atoms) -> Atoms:
+    """The same atoms with a floor under p; what a non-finite G made becomes uniform.
 
     They outlive a step: one step that is not finite must not poison those after it.
     """
-    level = rank / p.shape[-1]
-    return torch.where(p.isfinite(), p, level) * (1 - STALE_FLOOR) + STALE_FLOOR * level
+    p = atoms.probabilities
+    level = atoms.rank / p.shape[-1]
+    p = torch.where(p.isfinite(), p, level)
+    return replace(atoms, probabilities=p * (1 - STALE_FLOOR) + STALE_FLOOR * level)
 
 
 def seen_now(atoms: Atoms, G: Tensor) -> Atoms:
