@@ -103,6 +103,15 @@ def of(results: list[dict[str, Any]], case: Case) -> list[dict[str, Any]]:
     return found
 
 
+def outcome(act: Callable[[], Any]) -> str:
+    """The error that ``act`` ends with, if any."""
+    try:
+        act()
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return ""
+
+
 def block(seed: int, last: bool = False) -> nn.Sequential:
     """One stage's layers, the same weights for the same seed."""
     with torch.random.fork_rng():

@@ -61,3 +61,15 @@ def assert_same(first, second, tolerance=1e-10):
         assert a.shape == b.shape
         scale = max(1.0, float(b.detach().abs().max()))
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * scale)
+
+
+def saved_by(f):
+    """What a pass saves for backward, and its result."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = f()
+    return saved, out
+
+
+def holds(saved, tensor):
+    return any(t.data_ptr() == tensor.data_ptr() for t in saved)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import sketchprop as sp
+from sketchprop.layers import SketchedBlock
 
 Z_LIMIT = 5.0
 """Largest deviation of a mean, in standard errors; a normal variable passes it in 6e-7 of cases."""
@@ -89,6 +91,11 @@ def largest_z(truth: list[Tensor], draw: Callable[[int], list[Tensor]], draws: i
 def equal(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
     """Bitwise, tensor by tensor."""
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def blocks(model: nn.Module) -> list[Any]:
+    """The blocks that were sketched."""
+    return [m for m in model.modules() if isinstance(m, SketchedBlock)]
 
 
 class BudgetClock:

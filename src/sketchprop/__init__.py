@@ -23,6 +23,7 @@ from .core.probabilities import optimal_probabilities
 from .core.sampling import sample_fixed, sample_independent
 from .core.vjp import CompactGradient, Vjp
 from .layers import SketchedLinear, SketchedModule, select, sketchable
+from .layers.branch import branch
 from .layers.schedule import Ladder, set_budget_
 from .layers.summary import summary
 from .layers.transform import exact, sketch_, unsketch_
@@ -50,7 +51,7 @@ from .sketches import (
     Tokens,
     Variance,
 )
-from .tokens import branch, kept_attention
+from .tokens.attention import kept_attention
 from .tuning import Tuner
 
 __all__ = [

@@ -69,9 +69,9 @@ class SketchedZooBlock(SketchedBlock, Block):
             return y
 
         attn = self.attn
-        attention = SelfAttention((attn.qkv,), (attn.out, self.drop), attn.heads, module=attn)
-        norms = (self.norm1, self.norm2)
-        return Anatomy(x, attention, plain, norms, (self.mlp, self.drop), norm_first=True)
+        attention = SelfAttention((attn.qkv,), (attn.out, self.drop), attn.heads)
+        norms, known = (self.norm1, self.norm2), ((attn, Attention),)
+        return Anatomy(x, attention, plain, norms, (self.mlp, self.drop), True, stands_for=known)
 
 
 class ViT(nn.Module):

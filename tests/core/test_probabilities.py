@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from law_table import random_feasible
@@ -37,14 +37,7 @@ def assert_kkt(w, p, rank, tolerance=1e-9):
 @given(weight_lists, st.data())
 def test_kkt_conditions(values, data):
     w = torch.tensor(values, dtype=torch.float64)
-    rank = data.draw(st.integers(1, len(values) - 1))
-    assert_kkt(w, optimal_probabilities(w, rank), rank)
-
-
-@given(weight_lists, st.data())
-def test_kkt_conditions_at_a_fractional_rank(values, data):
-    w = torch.tensor(values, dtype=torch.float64)
-    rank = data.draw(st.floats(0.05, len(values) - 0.05))
+    rank = data.draw(st.integers(1, len(values) - 1) | st.floats(0.05, len(values) - 0.05))
     assert_kkt(w, optimal_probabilities(w, rank), rank)
 
 
@@ -63,21 +56,6 @@ def test_no_feasible_probabilities_are_better(values, seed, data):
     assert best <= objective(w, uniform) * (1 + 1e-12)
 
 
-@given(weight_lists, st.integers(0, 2**31), st.data())
-def test_a_small_feasible_step_never_helps(values, seed, data):
-    # The program is convex: an optimum that no exchange between two atoms improves is global.
-    w = torch.tensor(values, dtype=torch.float64)
-    rank = data.draw(st.integers(1, len(values) - 1))
-    p = optimal_probabilities(w, rank)
-    i, j = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed))[:2]
-    step = 0.01 * min(float(p[i]), float(1 - p[j]))
-    assume(step > 0)
-    moved = p.clone()
-    moved[i] -= step
-    moved[j] += step
-    assert objective(w, p) <= objective(w, moved) * (1 + 1e-12)
-
-
 @given(weight_lists, st.data())
 def test_agrees_with_the_papers_algorithm(values, data):
     w = torch.tensor(values, dtype=torch.float64)
@@ -92,15 +70,6 @@ def test_a_case_by_hand():
     assert p.tolist() == [1.0, 0.5, 0.5]
     p = optimal_probabilities(torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64), 1)
     torch.testing.assert_close(p, torch.tensor([1.0, 2.0, 3.0]).double() / 6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_zero_weights_get_zero(dtype):
-    w = torch.tensor([0.0, 4.0, 1.0, 0.0, 1.0, 9.0], dtype=dtype)
-    p = optimal_probabilities(w, 2)
-    assert (p[[0, 3]] == 0).all()
-    kept = w > 0
-    torch.testing.assert_close(p[kept].double(), p_star_from_weights(w[kept], 2))
 
 
 @pytest.mark.parametrize("scale", [1e-37, 1e-30, 1e-20, 1.0, 1e20, 1e37])
@@ -119,11 +88,6 @@ def test_fewer_positive_weights_than_the_rank(dtype, scale):
     expected = torch.tensor([0.5, 1.0, 0.5, 1.0, 0.5, 0.5], dtype=dtype)
     torch.testing.assert_close(p, expected)
     assert (p[[1, 3]] == 1).all()
-
-
-def test_as_many_positive_weights_as_the_rank():
-    w = torch.tensor([0.0, 1e-3, 0.0, 2.0, 5.0, 0.0])
-    assert optimal_probabilities(w, 3).tolist() == [0, 1, 0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("rank", [1, 3, 2.5])
@@ -160,11 +124,6 @@ def test_solved_in_float32_or_better(dtype):
     exact = p_star_from_weights(w.double(), 300)
     torch.testing.assert_close(p.double(), exact, rtol=1e-5, atol=0)
     assert float(p.double().sum()) == pytest.approx(300, rel=1e-6)
-
-
-def test_large_half_precision_weights_do_not_overflow():
-    w = torch.full((500,), 65504.0, dtype=torch.float16)
-    torch.testing.assert_close(optimal_probabilities(w, 50), torch.full((500,), 0.1))
 
 
 def test_many_atoms_add_up():
@@ -210,11 +169,3 @@ def test_leading_dimensions(shape, rank):
     assert p.shape == w.shape
     for line, expected in zip(p.view(-1, 7), w.view(-1, 7), strict=True):
         torch.testing.assert_close(line, optimal_probabilities(expected, rank))
-
-
-def test_weights_are_left_alone():
-    for dtype in (torch.float32, torch.float64):
-        w = torch.tensor([0.0, 1.0, 2.0, 5.0], dtype=dtype)
-        before = w.clone()
-        optimal_probabilities(w, 2)
-        assert torch.equal(w, before)

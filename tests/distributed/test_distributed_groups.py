@@ -19,12 +19,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import sketchprop as sp
-from distributed_helpers import block, data, of, run_once
+from distributed_helpers import block, data, of, outcome, run_once
 from sketchprop.distributed import SketchedPipelineStage, settings, share_draws_, sketch_stage_
 from stack_helpers import equal
 
 CPU = torch.device("cpu")
-SECONDS = 15
+SECONDS = 8
 
 
 def two_by_two(wrap: Callable[[nn.Module, Any], nn.Module], sketch: sp.Sketch | None) -> Any:
@@ -99,14 +99,9 @@ def pipeline_step(sketches: Callable[[int], sp.Sketch | None], die: int | None =
         schedule.step(*((x,) if rank == 0 else ()), target=y if rank == 1 else None)
 
 
-def outcome(act: Callable[[], Any]) -> dict[str, Any]:
+def timed(act: Callable[[], Any]) -> dict[str, Any]:
     started = time.monotonic()
-    try:
-        act()
-        error = ""
-    except Exception as problem:
-        error = f"{type(problem).__name__}: {problem}"
-    return {"error": error, "seconds": time.monotonic() - started}
+    return {"error": outcome(act), "seconds": time.monotonic() - started}
 
 
 class MaySkip(nn.Module):
@@ -132,18 +127,18 @@ def skipped_layer() -> dict[str, Any]:
             skip = step == 2 and dist.get_rank() == 1
             wrapped(torch.randn(16, 8), skip).square().mean().backward()
 
-    return outcome(act)
+    return timed(act)
 
 
 def plain_neighbour() -> dict[str, Any]:
     """Only the sending stage is sketched; it need not be patient here."""
     settings.PATIENCE = timedelta(seconds=5)
-    return outcome(lambda: pipeline_step(lambda rank: sp.L1(0.25) if rank == 1 else None))
+    return timed(lambda: pipeline_step(lambda rank: sp.L1(0.25) if rank == 1 else None))
 
 
 def dead_rank() -> dict[str, Any]:
     """Rank 1 dies before its second step."""
-    return outcome(lambda: pipeline_step(lambda rank: sp.L1(0.25), die=1))
+    return timed(lambda: pipeline_step(lambda rank: sp.L1(0.25), die=1))
 
 
 @pytest.fixture(scope="module")

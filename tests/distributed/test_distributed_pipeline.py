@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 )
 
 import sketchprop as sp
-from distributed_helpers import block, data, of, run_once
+from distributed_helpers import block, data, of, outcome, run_once
 from sketchprop.distributed import SketchedPipelineStage, WireCounter, sketch_stage_
 from stack_helpers import Z_LIMIT, equal, largest_z
 
@@ -153,11 +153,11 @@ def traced() -> dict[str, Any]:
 
 
 def unbiased() -> dict[str, Any]:
-    """Largest z over all of this rank's gradients, boundary sketched at 0.25 and 0.1."""
+    """Largest z over all of this rank's gradients, boundary sketched."""
     out: dict[str, Any] = {}
     for name, more in (("GPipe", sp.GradientSVD(0.25)), ("1F1B", sp.Rows(0.1))):
         truth = Pipe(name, plain, chunks=2).step()
-        for sketch in (sp.L1(0.25), sp.L1(0.1), more):
+        for sketch in (sp.L1(0.1), more):
             pipe = Pipe(name, sketched(sketch), chunks=2)
             out[f"{name} {sketch!r}"] = largest_z(truth, pipe.step, DRAWS)
     # Layers and boundary together, in schedules that call a layer's backward twice; all ranks
@@ -182,7 +182,7 @@ def wire_bytes() -> dict[str, Any]:
     """Batch 32, 128 tokens, width 256, float32: bytes of a step's backward messages."""
     rank = dist.get_rank()
     out: dict[str, Any] = {}
-    for sketch in (sp.L1(0.1), sp.L1(0.05), sp.Rows(0.1), sp.Rows(0.05), sp.L1(1.0)):
+    for sketch in (sp.L1(0.1), sp.Rows(0.05), sp.L1(1.0)):
         counter = WireCounter()
         stage = sketched(sketch, counter)(wide(rank, 2), rank, 2)
         schedule = ScheduleGPipe(stage, 4, loss_fn=F.mse_loss)
@@ -247,14 +247,6 @@ def inference() -> dict[str, Any]:
     return {"forgot": seen, "uses": uses(), "finite": finite}
 
 
-def outcome(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except Exception as problem:
-        return f"{type(problem).__name__}: {problem}"
-    return ""
-
-
 def other_budget() -> dict[str, Any]:
     """Rank 1 has another budget; both ends say so."""
     budget = (0.25, 0.5)[dist.get_rank()]
@@ -305,7 +297,7 @@ def test_stages_of_the_tracing_front_end(results) -> None:
 def test_the_mean_of_all_gradients_is_the_exact_one(results) -> None:
     """z ≤ 5 over 100 seeded draws; the last stage alone gets exact gradients."""
     for record in of(results, unbiased):
-        assert len(record) == 8
+        assert len(record) == 6
         for case, z in record.items():
             assert z <= Z_LIMIT, case
 
@@ -320,12 +312,7 @@ def test_the_boundary_is_noisy_and_draws_anew(results) -> None:
 def test_bytes_on_the_wire(results) -> None:
     first, last = of(results, wire_bytes)
     exact = 32 * 128 * 256 * 4
-    for sketch, limit in (
-        (sp.L1(0.1), 0.105),
-        (sp.Rows(0.1), 0.105),
-        (sp.L1(0.05), 0.055),
-        (sp.Rows(0.05), 0.055),
-    ):
+    for sketch, limit in ((sp.L1(0.1), 0.105), (sp.Rows(0.05), 0.055)):
         total = last[repr(sketch)].total
         assert total.exact == exact
         assert 0.9 * sketch.budget * exact <= total.sent <= limit * exact

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "demo"))
 
@@ -76,18 +74,3 @@ def test_where_nothing_was_learned_no_gain_is_claimed():
     answer = demo.answer(*ways)
     assert answer.startswith("Nothing to tell yet")
     assert "more --seconds" in answer
-
-
-def test_made_pictures_are_told_apart_by_the_stripes_alone():
-    images, labels = demo.striped_discs(400, seed=3)
-    again, _ = demo.striped_discs(400, seed=3)
-    assert images.shape == (400, 3, 32, 32)
-    assert (images == again).all()
-    assert set(labels.tolist()) == set(range(10))
-    means = [float(images[labels == label].float().mean()) for label in range(10)]
-    assert max(means) - min(means) < 10  # of 255: brightness gives nothing away
-
-
-def test_a_curve_that_never_falls_so_far_is_an_error():
-    with pytest.raises(ValueError, match="does not fall"):
-        demo.seconds_to(1.0, [(0.0, 3.0), (1.0, 2.0)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 import sketchprop as sp
 from sketchprop import Tokens
 from sketchprop.core.enumeration import expectation
-from sketchprop.integrations.transformers import SketchCallback
 from sketchprop.layers import SketchedBlock
+from stack_helpers import blocks
 
 WORDS, SAMPLES, LENGTH = 40, 4, 10
 SIZES = {
@@ -39,6 +38,20 @@ def both(p: float) -> dict[str, float]:
     return {"hidden_dropout_prob": p, "attention_probs_dropout_prob": p}
 
 
+def gpt2(p: float, **options: Any) -> nn.Module:
+    config = hf.GPT2Config(
+        n_layer=TEXT["num_hidden_layers"], n_embd=16, n_head=4, n_inner=24, vocab_size=WORDS,
+        num_labels=3, pad_token_id=0, bos_token_id=1, eos_token_id=2, n_positions=32, resid_pdrop=p,
+        attn_pdrop=p, embd_pdrop=p, **options,
+    )  # fmt: skip
+    return hf.GPT2ForSequenceClassification(config)
+
+
+def dino(**options: Any) -> nn.Module:
+    sizes = {k: v for k, v in PICTURES.items() if k != "intermediate_size"}
+    return hf.Dinov2ForImageClassification(hf.Dinov2Config(**sizes, **options))
+
+
 MODELS: dict[str, Callable[[float], nn.Module]] = {
     "BERT": lambda p: hf.BertForSequenceClassification(hf.BertConfig(**TEXT, **both(p))),
     "RoBERTa": lambda p: hf.RobertaForSequenceClassification(hf.RobertaConfig(**TEXT, **both(p))),
@@ -49,32 +62,10 @@ MODELS: dict[str, Callable[[float], nn.Module]] = {
         )
     ),
     "ViT": lambda p: hf.ViTForImageClassification(hf.ViTConfig(**PICTURES, **both(p))),
-    "DINOv2": lambda p: hf.Dinov2ForImageClassification(
-        hf.Dinov2Config(
-            **{k: v for k, v in PICTURES.items() if k != "intermediate_size"},
-            mlp_ratio=2, layerscale_value=0.5, **both(p),
-        )
-    ),
-    "DINOv2, gated": lambda p: hf.Dinov2ForImageClassification(
-        hf.Dinov2Config(
-            **{k: v for k, v in PICTURES.items() if k != "intermediate_size"},
-            mlp_ratio=2, use_swiglu_ffn=True, **both(p),
-        )
-    ),
-    "GPT-2": lambda p: hf.GPT2ForSequenceClassification(
-        hf.GPT2Config(
-            vocab_size=WORDS, n_embd=16, n_layer=2, n_head=4, n_inner=24, num_labels=3,
-            pad_token_id=0, bos_token_id=1, eos_token_id=2, n_positions=32, resid_pdrop=p,
-            attn_pdrop=p, embd_pdrop=p, use_cache=False,
-        )
-    ),
-    "GPT-2 with a cache": lambda p: hf.GPT2ForSequenceClassification(
-        hf.GPT2Config(
-            vocab_size=WORDS, n_embd=16, n_layer=2, n_head=4, n_inner=24, num_labels=3,
-            pad_token_id=0, bos_token_id=1, eos_token_id=2, n_positions=32, resid_pdrop=p,
-            attn_pdrop=p, embd_pdrop=p,
-        )
-    ),
+    "DINOv2": lambda p: dino(mlp_ratio=2, layerscale_value=0.5, **both(p)),
+    "DINOv2, gated": lambda p: dino(mlp_ratio=2, use_swiglu_ffn=True, **both(p)),
+    "GPT-2": lambda p: gpt2(p, use_cache=False),
+    "GPT-2 with a cache": gpt2,
     "Llama": lambda p: hf.LlamaForSequenceClassification(
         hf.LlamaConfig(**GROUPED, attention_dropout=p)
     ),
@@ -113,10 +104,6 @@ def batch_for(name: str, *, padded: bool = True) -> dict[str, Tensor]:
         batch["attention_mask"][1:, 7:] = 0
         ids[1:, 7:] = 0
     return batch
-
-
-def blocks(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if isinstance(m, SketchedBlock)]
 
 
 def gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -234,12 +221,9 @@ def test_what_is_asked_for_beyond_kept_tokens_is_exact_and_said() -> None:
     gpt(torch.ones(SAMPLES, 1, dtype=torch.long), past_key_values=first.past_key_values)
     assert "a cache that holds keys" in blocks(gpt)[0].sketching.note
     torch.manual_seed(0)
-    config = hf.Dinov2Config(
-        **{k: v for k, v in PICTURES.items() if k != "intermediate_size"}, drop_path_rate=0.5
-    )
-    dino = sp.sketch_(hf.Dinov2ForImageClassification(config).train(), Tokens(0.3))
-    gradients(dino, batch_for("DINOv2"))
-    assert "drop_path drops whole samples" in blocks(dino)[0].sketching.note
+    dropping = sp.sketch_(dino(drop_path_rate=0.5).train(), Tokens(0.3))
+    gradients(dropping, batch_for("DINOv2"))
+    assert "drop_path drops whole samples" in blocks(dropping)[0].sketching.note
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -333,7 +317,9 @@ def test_gradient_checkpointing_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama"])
-def test_it_compiles_without_a_break(name: str) -> None:
+def test_it_compiles_without_a_break(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for sizes in (TEXT, GROUPED):
+        monkeypatch.setitem(sizes, "num_hidden_layers", 1)
     model = sp.sketch_(model_of(name), Tokens(0.3))
     model.config.use_cache = False
     batch = batch_for(name)
@@ -349,25 +335,5 @@ def test_it_compiles_without_a_break(name: str) -> None:
     else:
         nn.functional.cross_entropy(compiled(**batch).logits, labels).backward()
     grads = [p.grad for p in model.base_model.parameters() if p.grad is not None]
-    assert len(grads) > 10
+    assert len(grads) >= 10
     assert all(g.isfinite().all() for g in grads)
-
-
-def test_trainer_at_budget_one_trains_like_the_plain_run(tmp_path: Path) -> None:
-    def trained(sketch: Tokens | None) -> nn.Module:
-        model = model_of("BERT", 0.1)
-        batch = batch_for("BERT")
-        rows = [{key: value[i] for key, value in batch.items()} for i in range(SAMPLES)]
-        arguments = hf.TrainingArguments(
-            str(tmp_path), max_steps=2, per_device_train_batch_size=2, save_strategy="no",
-            report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
-        )  # fmt: skip
-        callbacks = [] if sketch is None else [SketchCallback(sketch)]
-        hf.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks).train()
-        return model
-
-    plain, whole, kept = trained(None), trained(Tokens(1.0)), trained(Tokens(0.3))
-    for a, b in zip(plain.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(a, b)
-    pairs = zip(plain.parameters(), kept.parameters(), strict=True)
-    assert any(not torch.equal(a, b) for a, b in pairs)

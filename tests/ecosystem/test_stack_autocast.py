@@ -10,8 +10,6 @@ from torch import Tensor, nn
 import sketchprop as sp
 from stack_helpers import SKETCHES, Z_LIMIT, batch, equal, gradients, largest_z, net
 
-HALVES = (torch.bfloat16, torch.float16)
-
 
 def autocast_loss(model: nn.Module, dtype: torch.dtype) -> Tensor:
     x, y = batch()
@@ -21,22 +19,11 @@ def autocast_loss(model: nn.Module, dtype: torch.dtype) -> Tensor:
         return F.cross_entropy(out.float(), y)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_budget_one_trains_bitwise_like_the_plain_model(dtype: torch.dtype) -> None:
-    models = net(dropout=0.2), sp.sketch_(net(dropout=0.2), sp.L1(1.0))
-    for model in models:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for step in range(3):
-            torch.manual_seed(step)
-            optimizer.zero_grad()
-            autocast_loss(model, dtype).backward()
-            optimizer.step()
-    assert equal(models[0].parameters(), models[1].parameters())
-    assert not equal(models[0].parameters(), net().parameters())
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
+@pytest.mark.parametrize(
+    ("sketch", "dtype"),
+    [*((sketch, torch.bfloat16) for sketch in SKETCHES), (sp.L1(0.3), torch.float16)],
+    ids=str,
+)
 def test_the_mean_is_the_autocast_gradient(sketch: sp.Sketch, dtype: torch.dtype) -> None:
     """z ≤ 5 over 200 draws."""
     model = net()
@@ -81,10 +68,10 @@ def test_the_mean_test_notices_a_bias() -> None:
     assert largest_z(truth, draw, 200) > Z_LIMIT
 
 
-@pytest.mark.parametrize("sampling", ["fixed", "independent"])
-@pytest.mark.parametrize("sketch", [*SKETCHES, sp.ElementMask(0.3)], ids=repr)
-def test_grad_scaler_sees_an_overflow_and_skips_the_step(sketch: sp.Sketch, sampling: str) -> None:
-    sketch = type(sketch)(sketch.budget, sampling=sampling)
+@pytest.mark.parametrize(
+    "sketch", [*SKETCHES, sp.ElementMask(0.3), sp.L1(0.3, sampling="independent")], ids=repr
+)
+def test_grad_scaler_sees_an_overflow_and_skips_the_step(sketch: sp.Sketch) -> None:
     model = sp.sketch_(net(), sketch, filter_fn=lambda module, name: True)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import sketchprop as sp
-from stack_helpers import SKETCHES, Z_LIMIT, batch, equal, gradients, largest_z, net
+from stack_helpers import SKETCHES, batch, equal, gradients, net
 
 BOTH = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 
@@ -45,33 +45,14 @@ def test_the_gradients_of_the_plain_sketched_step(sketch, split, reentrant) -> N
 
 
 @BOTH
-def test_budget_one_is_the_plain_model(reentrant: bool) -> None:
-    x, y = batch()
-    models = net(dropout=0.3), sp.sketch_(net(dropout=0.3), sp.L1(1.0))
-    plain, sketched = (
-        gradients(
-            m.parameters(), lambda m=m: F.cross_entropy(pieces(m, x.clone(), reentrant), y), 0
-        )
-        for m in models
-    )
-    assert equal(plain, sketched)
-
-
-@BOTH
-def test_the_mean_is_the_exact_gradient(reentrant: bool) -> None:
-    """z ≤ 5 over 300 draws; ``exact`` around forward and backward is exact under both."""
+def test_exact_around_forward_and_backward_is_exact(reentrant: bool) -> None:
     model = sp.sketch_(net(), sp.L1(0.3))
     x, y = batch()
-
-    def draw(k: int) -> list[Tensor]:
-        loss = lambda: F.cross_entropy(pieces(model, x.clone(), reentrant), y)  # noqa: E731
-        return gradients(model.parameters(), loss, k)
-
+    loss = lambda: F.cross_entropy(pieces(model, x.clone(), reentrant), y)  # noqa: E731
     with sp.exact(model):
-        truth = draw(0)
+        truth = gradients(model.parameters(), loss, 0)
     plain = net()
     assert equal(truth, gradients(plain.parameters(), lambda: F.cross_entropy(plain(x), y), 0))
-    assert largest_z(truth, draw, 300) <= Z_LIMIT
 
 
 class Block(nn.Module):

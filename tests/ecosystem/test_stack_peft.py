@@ -54,29 +54,9 @@ def test_adapters_and_unused_originals_are_left_alone() -> None:
 
 
 @BOTH
-def test_budget_one_trains_bitwise_like_plain_lora(build) -> None:
-    plain, sketched = lora(net()), build(sp.L1(1.0))
-    for model in (plain, sketched):
-        optimizer = torch.optim.AdamW(trainable(model), lr=0.01)
-        for step in range(3):
-            gradients(trainable(model), loss(model), step)
-            optimizer.step()
-    assert equal(plain.parameters(), sketched.parameters())
-    assert not equal(plain.parameters(), lora(net()).parameters())
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("sketch", "draws"), [(sp.Diagonal(0.3), 300), (sp.SampleMask(0.3), 1500)], ids=repr
-)
-def test_the_mean_is_the_exact_gradient(build, sketch: sp.Sketch, draws: int) -> None:
-    """z ≤ 5 over 300 draws, 1500 for rows; dropout off.
-
-    Rows drawn anew at each of five layers compound to a skewed estimate: z is 5.1 after 300
-    draws of SampleMask, too few for the mean to be normal, and 2.1 after 15,000. A bias would
-    have grown to 36.
-    """
-    plain, model = lora(net()), build(sketch)
+def test_the_mean_is_the_exact_gradient(build) -> None:
+    """z ≤ 5 over 300 draws; dropout off."""
+    plain, model = lora(net()), build(sp.Diagonal(0.3))
     for module in (*plain.modules(), *model.modules()):
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -87,7 +67,7 @@ def test_the_mean_is_the_exact_gradient(build, sketch: sp.Sketch, draws: int) ->
     def draw(k: int) -> list[Tensor]:
         return gradients(trainable(model), loss(model), k)
 
-    assert largest_z(truth, draw, draws) <= Z_LIMIT
+    assert largest_z(truth, draw, 300) <= Z_LIMIT
 
 
 @BOTH

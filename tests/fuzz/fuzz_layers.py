@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -29,8 +29,81 @@ STEPS = ("eval", "exact", "budget 0.5", "budget 1", "budget 1.0", "deepcopy", "p
          "unsketch", "no grad", "backward")  # fmt: skip
 
 
+class Sketched:
+    """What layers and models share: gradients, and the laws of any history."""
+
+    seed: int
+    sketch: Any
+    steps: tuple[str, ...]
+    planner: Any = None
+    tolerance: float
+    forward: Callable[..., Tensor]
+    sketched: Callable[..., nn.Module]
+
+    def gradients(
+        self, model: nn.Module, inputs: Sequence[Tensor], G: Tensor, wants: Any = None
+    ) -> list[Tensor | None]:
+        leaves = wants or leaves_of(model, inputs)
+        return list(torch.autograd.grad(self.forward(model, inputs), leaves, G, allow_unused=True))
+
+    def history(self, plain: nn.Module, inputs: Sequence[Tensor], G: Tensor) -> None:
+        """After any history a model does what a new one does with the same budget."""
+        model, sketch = self.sketched(plain), self.sketch
+        keys = list(plain.state_dict())
+        for step in self.steps:
+            model, sketch = self._step(step, model, sketch, plain, inputs, G)
+            holds("state", list(model.state_dict()) == keys, step)
+            if self.planner is None:
+                with drawing(by_shape(self.seed)):
+                    found = self.gradients(model, inputs, G)
+                    new = self.gradients(self.sketched(plain, sketch), inputs, G)
+                same(f"history {step}", found, new, self.tolerance)
+        holds("taken", any(isinstance(m, sp.SketchedModule) for m in model.modules()))
+        sp.unsketch_(model)
+        for a, b in zip(model.modules(), plain.modules(), strict=True):
+            holds("unsketch", type(a) is type(b) and vars(a).keys() == vars(b).keys())
+        same("unsketch", self.gradients(model, inputs, G), self.gradients(plain, inputs, G))
+
+    def _step(
+        self, step: str, model: nn.Module, sketch: Any, plain: nn.Module, inputs: Any, G: Tensor
+    ) -> tuple[nn.Module, Any]:
+        if step == "eval":
+            truth = self.gradients(plain.eval(), inputs, G)
+            same("eval", self.gradients(model.eval(), inputs, G), truth)
+            plain.train(), model.train()
+        elif step == "exact":
+            with sp.exact(model):
+                truth = self.gradients(plain, inputs, G)
+                same("exact", self.gradients(model, inputs, G), truth)
+                model = copy.deepcopy(model)
+        elif step == "no grad":
+            with torch.no_grad():
+                holds("no grad", not self.forward(model, inputs).requires_grad)
+        elif step == "backward":
+            self.forward(model, inputs).backward(G)
+            forget(leaves_of(model, inputs))
+        elif step == "step":  # of SGD, taken over by the plain model
+            self.forward(model, inputs).backward(G)
+            torch.optim.SGD(model.parameters(), 0.01).step()
+            forget(leaves_of(model, inputs))
+            plain.load_state_dict(model.state_dict())
+        elif step == "unsketch":
+            sp.unsketch_(model)
+            truth = self.gradients(plain, inputs, G)
+            same("unsketch", self.gradients(model, inputs, G), truth)
+            model = self.sketched(model, sketch)
+        else:
+            model, sketch = changed(self.sketched, step, model, plain, sketch)
+        return model, sketch
+
+
+def forget(leaves: Sequence[Tensor]) -> None:
+    for leaf in leaves:
+        leaf.grad = None
+
+
 @dataclass(frozen=True)
-class Layer:
+class Layer(Sketched):
     """One layer by itself, and what is done to it."""
 
     seed: int
@@ -150,13 +223,11 @@ class Layer:
             y: Tensor = model[0](x, memory, memory, need_weights=self.seed % 3 == 0)[0]
             return y
 
-    def gradients(
-        self, model: nn.Module, inputs: Sequence[Tensor], G: Tensor, wants: Any = None
-    ) -> list[Tensor | None]:
-        leaves = wants or leaves_of(model, inputs)
-        return list(torch.autograd.grad(self.forward(model, inputs), leaves, G, allow_unused=True))
-
     # --- the laws ---
+
+    @property
+    def tolerance(self) -> float:  # type: ignore[override]
+        return TOLERANCE[torch.bfloat16 if self.autocast else self.dtype]
 
     def check(self) -> None:
         plain, inputs = self.plain(), self.inputs()
@@ -175,7 +246,7 @@ class Layer:
         before = torch.get_rng_state()
         z = self.forward(model, inputs)
         attention = self.kind.startswith("attention")
-        closely = TOLERANCE[torch.bfloat16 if self.autocast else self.dtype] if attention else 0.0
+        closely = self.tolerance if attention else 0.0
         if self.device == "meta":
             holds("meta", z.device.type == "meta" and z.shape == y.shape)
             same_kinds(self.gradients(model, inputs, G), leaves_of(model, inputs))
@@ -188,7 +259,7 @@ class Layer:
         self._zeros_and_nonfinite(model, plain, inputs, G)
         self._passes(plain, inputs, G)
         self._mean(model, inputs, G, truth)
-        self._history(plain, inputs, G, truth)
+        self.history(plain, inputs, G)
 
     def _refused(self, plain: nn.Module) -> None:
         try:
@@ -204,12 +275,8 @@ class Layer:
         with sp.exact(model):
             same("exact", self.gradients(model, inputs, G), truth)
         whole = at_budget_one(self.sketch)
-        rounds = by_nonzero(self.sketch) and not self.kind.startswith("attention")
-        tolerance = TOLERANCE[torch.bfloat16 if self.autocast else self.dtype]
-        if by_nonzero(self.sketch):
-            rounds = True
         found = self.gradients(self.sketched(plain, whole), inputs, G)
-        same("budget one", found, truth, tolerance if rounds else 0.0)
+        same("budget one", found, truth, self.tolerance if by_nonzero(self.sketch) else 0.0)
 
     def _zeros_and_nonfinite(
         self, model: nn.Module, plain: nn.Module, inputs: Sequence[Tensor], G: Tensor
@@ -237,7 +304,6 @@ class Layer:
 
     def _passes(self, plain: nn.Module, inputs: Sequence[Tensor], G: Tensor) -> None:
         """Some gradients, in two passes, twice, into ``.grad``: all as in one pass."""
-        tolerance = TOLERANCE[torch.bfloat16 if self.autocast else self.dtype]
 
         def fresh() -> nn.Module:
             return self.sketched(plain)
@@ -253,25 +319,23 @@ class Layer:
             model = fresh()
             leaves = leaves_of(model, inputs)
             part = self.gradients(model, inputs, G, [leaves[i] for i in some])
-            same("a part", part, [whole[i] for i in some], tolerance)
+            same("a part", part, [whole[i] for i in some], self.tolerance)
             model = fresh()
             leaves = leaves_of(model, inputs)
             y = self.forward(model, inputs)
             if not self.planner:
                 for _ in range(2):
                     again = torch.autograd.grad(y, leaves, G, retain_graph=True, allow_unused=True)
-                    same("again", again, whole, tolerance)
+                    same("again", again, whole, self.tolerance)
             model = fresh()
-            for leaf in leaves_of(model, inputs):
-                leaf.grad = None
+            forget(leaves_of(model, inputs))
             for _ in range(2):
                 self.forward(model, inputs).backward(G)
             if not self.planner:
                 sums = [None if g is None else 2 * g for g in whole]
                 grads = [leaf.grad for leaf in leaves_of(model, inputs)]
-                same("accumulation", grads, sums, 3 * tolerance)
-        for x in inputs:
-            x.grad = None
+                same("accumulation", grads, sums, 3 * self.tolerance)
+        forget(inputs)
         if self.kind.startswith("attention"):
             return  # several draws, whose order depends on what is asked for
         model = fresh()
@@ -285,7 +349,7 @@ class Layer:
             torch.autograd.grad(y, leaf, G, retain_graph=True, allow_unused=True)[0]
             for leaf in leaves
         ]
-        same("one draw for all", found, whole, tolerance)
+        same("one draw for all", found, whole, self.tolerance)
 
     def _mean(
         self, model: nn.Module, inputs: Sequence[Tensor], G: Tensor, truth: list[Any]
@@ -302,58 +366,6 @@ class Layer:
         found = mean(one)
         if found is not None:
             same("mean", found, filled(truth, leaves_of(model, inputs)), TOLERANCE[torch.float64])
-
-    def _history(
-        self, plain: nn.Module, inputs: Sequence[Tensor], G: Tensor, truth: list[Any]
-    ) -> None:
-        """After any history a layer does what a new one does with the same budget."""
-        model, sketch = self.sketched(plain), self.sketch
-        keys = list(plain.state_dict())
-        tolerance = TOLERANCE[torch.bfloat16 if self.autocast else self.dtype]
-        for step in self.steps:
-            model, sketch = self._step(step, model, sketch, plain, inputs, G, truth)
-            holds("state", list(model.state_dict()) == keys, step)
-            if self.planner is None:
-                with drawing(by_shape(self.seed)):
-                    found = self.gradients(model, inputs, G)
-                    new = self.gradients(self.sketched(plain, sketch), inputs, G)
-                same(f"history {step}", found, new, tolerance)
-        sp.unsketch_(model)
-        for a, b in zip(model.modules(), plain.modules(), strict=True):
-            holds("unsketch", type(a) is type(b) and vars(a).keys() == vars(b).keys())
-        same("unsketch", self.gradients(model, inputs, G), truth)
-
-    def _step(
-        self,
-        step: str,
-        model: nn.Module,
-        sketch: Any,
-        plain: nn.Module,
-        inputs: Sequence[Tensor],
-        G: Tensor,
-        truth: list[Any],
-    ) -> tuple[nn.Module, Any]:
-        if step == "eval":
-            same("eval", self.gradients(model.eval(), inputs, G), truth)
-            model.train()
-        elif step == "exact":
-            with sp.exact(model):
-                same("exact", self.gradients(model, inputs, G), truth)
-                model = copy.deepcopy(model)
-        elif step == "no grad":
-            with torch.no_grad():
-                holds("no grad", not self.forward(model, inputs).requires_grad)
-        elif step == "backward":
-            self.forward(model, inputs).backward(G)
-            for leaf in leaves_of(model, inputs):
-                leaf.grad = None
-        elif step == "unsketch":
-            sp.unsketch_(model)
-            same("unsketch", self.gradients(model, inputs, G), truth)
-            model = self.sketched(model, sketch)
-        else:
-            model, sketch = changed(self.sketched, step, model, plain, sketch)
-        return model, sketch
 
 
 def changed(sketched: Any, step: str, model: Any, plain: Any, sketch: Any) -> tuple[Any, Any]:
@@ -378,8 +390,9 @@ def budget_of(step: str) -> float | int:
     return float(word) if "." in word else int(word)
 
 
-def leaves_of(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [t for t in (*inputs, *model.parameters()) if t.requires_grad]
+def leaves_of(model: nn.Module, inputs: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    given = (inputs,) if isinstance(inputs, Tensor) else inputs
+    return [t for t in (*given, *model.parameters()) if t.requires_grad]
 
 
 def same_kinds(grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> None:

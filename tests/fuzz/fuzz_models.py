@@ -18,13 +18,14 @@ import sketchprop as sp
 from fuzz_base import Nothing, by_shape, drawing, filled, holds, mean, pick, same
 from fuzz_layers import (
     TOLERANCE,
+    Sketched,
     at_budget_one,
     by_nonzero,
-    changed,
     draws_in_forward,
+    forget,
+    leaves_of,
     same_kinds,
 )
-from sketchprop.layers import SketchedBlock
 from sketchprop.zoo import Block
 
 WORDS = 11
@@ -65,7 +66,7 @@ class OfTransformers(nn.Module):
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(Sketched):
     """A small model, its sketch, and what is done to it."""
 
     seed: int
@@ -230,12 +231,6 @@ class Model:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             return model(x)  # type: ignore[no-any-return]
 
-    def gradients(
-        self, model: nn.Module, x: Tensor, G: Tensor, wants: Any = None
-    ) -> list[Tensor | None]:
-        leaves = wants or leaves_of(model, x)
-        return list(torch.autograd.grad(self.forward(model, x), leaves, G, allow_unused=True))
-
     def _direction(self, y: Tensor) -> Tensor:
         torch.manual_seed(self.seed + 2)
         G = torch.randn(y.shape).to(y.dtype)
@@ -252,7 +247,7 @@ class Model:
     # --- the laws ---
 
     @property
-    def tolerance(self) -> float:
+    def tolerance(self) -> float:  # type: ignore[override]
         if self.kind == "Llama" and self.dtype == torch.float64:
             return 1e-5  # its norms compute in float32
         return 0.3 if self.autocast else 5 * TOLERANCE[self.dtype]
@@ -281,7 +276,7 @@ class Model:
         self._budget_one(plain, x, G, truth)
         self._values(model, plain, x, G)
         self._passes(plain, x, G)
-        self._history(plain, x, G, truth)
+        self.history(plain, x, G)
         if self.dtype == torch.float64 and not self.autocast:
             self._mean(model, x, G, truth)
 
@@ -341,15 +336,13 @@ class Model:
                 same("save", found, whole, self.tolerance)
             kind = self.seed % 2 == 0
             stored = functools.partial(checkpoint, model, use_reentrant=kind)
-            for leaf in leaves:
-                leaf.grad = None
+            forget(leaves)
             torch.manual_seed(self.seed + 3)
             with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                 y = stored(x)
             y.backward(G)
             found = [leaf.grad for leaf in leaves]
-            for leaf in leaves:
-                leaf.grad = None
+            forget(leaves)
             same("checkpoint", found, whole, self.tolerance)
 
     def _mean(self, model: nn.Module, x: Tensor, G: Tensor, truth: list[Any]) -> None:
@@ -357,49 +350,3 @@ class Model:
         found = mean(lambda: filled(self.gradients(model, x, G), leaves))
         if found is not None:
             same("mean", found, filled(truth, leaves), self.tolerance)
-
-    def _history(self, plain: nn.Module, x: Tensor, G: Tensor, truth: list[Any]) -> None:
-        model, sketch = self.sketched(plain), self.sketch
-        keys = list(plain.state_dict())
-        for step in self.steps:
-            if step == "eval":
-                expected = self.gradients(plain.eval(), x, G)
-                same("eval", self.gradients(model.eval(), x, G), expected)
-                plain.train(), model.train()
-            elif step == "exact":
-                with sp.exact(model):
-                    same("exact", self.gradients(model, x, G), truth)
-                    model = copy.deepcopy(model)
-            elif step == "unsketch":
-                sp.unsketch_(model)
-                same("unsketch", self.gradients(model, x, G), truth)
-                model = self.sketched(model, sketch)
-            elif step == "step":
-                self._one_step(model, plain, x, G)
-                truth = self.gradients(plain, x, G)
-            else:
-                model, sketch = changed(self.sketched, step, model, plain, sketch)
-            holds("state", list(model.state_dict()) == keys, step)
-            with drawing(by_shape(self.seed)):
-                found = self.gradients(model, x, G)
-                new = self.gradients(self.sketched(plain, sketch), x, G)
-            same(f"history {step}", found, new, self.tolerance)
-        taken = any(isinstance(m, SketchedBlock | sp.SketchedModule) for m in model.modules())
-        holds("taken", taken)
-        sp.unsketch_(model)
-        for a, b in zip(model.modules(), plain.modules(), strict=True):
-            holds("unsketch", type(a) is type(b) and vars(a).keys() == vars(b).keys())
-        same("unsketch", self.gradients(model, x, G), truth)
-
-    def _one_step(self, model: nn.Module, plain: nn.Module, x: Tensor, G: Tensor) -> None:
-        """A step of SGD, taken over by the plain model."""
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        self.forward(model, x).backward(G)
-        optimizer.step()
-        optimizer.zero_grad()
-        x.grad = None
-        plain.load_state_dict(model.state_dict())
-
-
-def leaves_of(model: nn.Module, x: Tensor) -> list[Tensor]:
-    return [x, *(p for p in model.parameters() if p.requires_grad)]

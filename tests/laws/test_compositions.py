@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from sketchprop.core.enumeration import every_draw, expectation
 from sketchprop.core.sampling import Uniforms, draw_uniforms
 from sketchprop.ops.attend import Attending
-from sketchprop.tokens import kept_attention, parts
-from sketchprop.tokens.attention import AttentionTensors, SelfAttention
+from sketchprop.tokens import parts
+from sketchprop.tokens.attention import AttentionTensors, SelfAttention, kept_attention
 from sketchprop.tokens.draw import Among, KeptRows, QueryCount, draw_queries, kept_count
 from sketchprop.tokens.function import run
 from sketchprop.tokens.parts import BlockTensors, RowBranch

@@ -100,15 +100,6 @@ def test_budgets_schedules_and_copies():
     assert sketch.budget == 0.3
 
 
-def test_compiles_without_breaks():
-    torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
-    sketch = sp.Split(input=sp.L1(0.3), weight=sp.ForwardRows(0.3))
-    sp.sketch_(model, sketch, sp.select.everything)
-    torch.compile(model, fullgraph=True, backend="aot_eager")(torch.randn(20, 16)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
 def test_errors_say_what_to_type():
     with pytest.raises(ValueError, match="give input="):
         sp.Split(input=None, weight=None)

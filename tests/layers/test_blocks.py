@@ -26,6 +26,7 @@ from sketchprop.layers.share import kept_flops
 from sketchprop.meters import saved_bytes
 from sketchprop.tokens.draw import QueryCount, draw_queries, row_norms
 from sketchprop.zoo import Block, ViT
+from stack_helpers import blocks
 
 N, LENGTH, WIDTH = 4, 10, 16
 
@@ -119,8 +120,8 @@ def gradients(model: nn.Module, **masks: Any) -> tuple[Tensor, list[Tensor]]:
     return output.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def blocks(model: nn.Module) -> list[SketchedBlock]:
-    return [m for m in model.modules() if isinstance(m, SketchedBlock)]
+def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(data[0]), data[1])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -152,10 +153,10 @@ def test_the_mean_over_draws_is_the_exact_gradient(case: str) -> None:
     make, options, masks = CASES[case]
     model = sp.sketch_(make(dropout=0.1, **options), Tokens(0.3, queries=0.4, keys=0.7))
 
-    def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
+    def masked(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(data[0], **masks), data[1])
 
-    assert sp.check_unbiased(model, loss, batch(model), draws=80).ok
+    assert sp.check_unbiased(model, masked, batch(model), draws=80).ok
 
 
 def tiny_zoo() -> tuple[nn.Module, tuple[Any, ...]]:
@@ -228,9 +229,6 @@ def test_zero_rows_cost_nothing() -> None:
 def test_what_is_saved(save: str) -> None:
     model = vit()
 
-    def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(data[0]), data[1])
-
     exact = saved_bytes(model, loss, batch(model)).total
     report = saved_bytes(sp.sketch_(model, Tokens(0.3, save=save)), loss, batch(model))
     assert report.total < (0.9 if save == "activations" else 0.5) * exact
@@ -243,8 +241,8 @@ def test_a_block_saves_its_input_and_those_of_its_norms(first: bool, tensors: in
     model = sp.sketch_(nn.Sequential(layer, layer, nn.Flatten()), Tokens(0.3, save="input"))
     x = torch.randn(N, LENGTH, 64, requires_grad=True)
     report = saved_bytes(model, lambda model, x: model(x).square().sum(), x)
-    blocks = sum(line.saved for line in report.layers) / 2
-    assert tensors <= blocks / (4 * x.numel()) < tensors + 0.3
+    saved = sum(line.saved for line in report.layers) / 2
+    assert tensors <= saved / (4 * x.numel()) < tensors + 0.3
 
 
 def test_summary_says_what_each_block_does_and_why_not_more(
@@ -269,14 +267,12 @@ def test_summary_says_what_each_block_does_and_why_not_more(
 
 def test_hooks_inside_a_block_run_and_gradients_stay_unbiased() -> None:
     model = sp.sketch_(vit(), Tokens(0.3))
+    gradients(model)  # the first batch runs both ways
     seen: list[str] = []
     model.blocks[0].attn.qkv.register_forward_hook(lambda *_: seen.append("qkv"))
     model.blocks[1].mlp[0].register_forward_pre_hook(lambda *_: seen.append("mlp"))
     gradients(model)
     assert seen == ["qkv", "mlp"]
-
-    def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(data[0]), data[1])
 
     assert sp.check_unbiased(model, loss, batch(model), draws=60).ok
 
@@ -355,13 +351,6 @@ def test_a_draw_of_queries_is_shared_by_the_batch_within_a_bound() -> None:
     assert (scale >= 1).all()
 
 
-def test_a_sample_has_room_for_as_many_queries_as_by_default() -> None:
-    assert Tokens(0.3).capacity == 1.25
-    assert Tokens(0.3, queries=0.3).capacity * 0.3 == pytest.approx(1.25 * 0.4)
-    assert Tokens(0.3, queries=0.2).capacity == Tokens(1.0, queries=0.3).capacity == 1.25
-    assert Tokens(0.3, queries=7).capacity == Tokens(5).capacity == 1.25
-
-
 def test_budgets_follow_the_first_unless_they_were_given() -> None:
     assert Tokens(0.3).with_budget(0.5).query_budget == pytest.approx(0.6)
     assert Tokens(0.3, queries=0.9).with_budget(0.5) == Tokens(0.5, queries=0.9)
@@ -378,9 +367,6 @@ def test_budgets_follow_the_first_unless_they_were_given() -> None:
 def test_meters_split_noise_by_block() -> None:
     model = vit()
     data = [(torch.randn(N, 3, 16, 16), torch.tensor([0, 1, 2, 0])) for _ in range(2)]
-
-    def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(data[0]), data[1])
 
     report = sp.measure(model, loss, data, sketch=Tokens(0.3), draws=4, rounds=0)
     assert [line.layer for line in report.variance.layers] == ["blocks.0", "blocks.1"]
@@ -415,8 +401,7 @@ def test_autocast_and_accumulation() -> None:
     x, labels = batch(model)
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = F.cross_entropy(model(x), labels)
-    loss.backward()
+        F.cross_entropy(model(x), labels).backward()
     first = [p.grad.clone() for p in model.parameters()]
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -427,10 +412,12 @@ def test_autocast_and_accumulation() -> None:
         torch.testing.assert_close(p.grad, 2 * g, rtol=1e-2, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["zoo", "encoder, batch first", "encoder, padding"])
+@pytest.mark.parametrize("case", ["zoo", "encoder, padding"])
 def test_it_compiles_without_a_break(case: str) -> None:
     make, options, masks = CASES[case]
-    model = sp.sketch_(make(dropout=0.0, **options), Tokens(0.3))
+    model: Any = make(dropout=0.0, **options)
+    del (model.blocks if case == "zoo" else model.encoder.layers)[1:]
+    sp.sketch_(model, Tokens(0.3))
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     output, _ = gradients(model, **masks)
@@ -456,7 +443,7 @@ def test_bad_input_is_right_or_refused_as_the_plain_layer_refuses_it() -> None:
     assert "add an axis of samples" in layer.sketching.note
     with pytest.raises(RuntimeError, match=r"attn_mask has shape"):
         layer(torch.randn(2, 5, 8), src_mask=torch.zeros(3, 4))
-    block = sp.sketch_(Block(8, 2, 16), Tokens(0.3))
+    block = sp.sketch_(Block(8, 2, 16), Tokens(0.3), check=False)
     block.attn.heads = 5
     with pytest.raises(ValueError, match="do not divide"):
         block(torch.randn(2, 5, 8))

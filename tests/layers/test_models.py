@@ -21,15 +21,17 @@ def language(model):
     return model, lambda m: m(input_ids=tokens, labels=tokens).loss
 
 
+SIZES = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 2 * WIDTH,
+}
+TEXT = {**SIZES, "vocab_size": VOCABULARY}
+
+
 def bert():
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=2 * WIDTH,
-        max_position_embeddings=TOKENS,
-    )
+    config = transformers.BertConfig(**TEXT, max_position_embeddings=TOKENS)
     return language(transformers.BertForMaskedLM(config))
 
 
@@ -41,41 +43,17 @@ def gpt2():
 
 
 def llama():
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    config = transformers.LlamaConfig(**TEXT, num_key_value_heads=2)
     return language(transformers.LlamaForCausalLM(config))
 
 
-def mixtral(**options):
-    config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        **options,
-    )
+def mixtral():
+    config = transformers.MixtralConfig(**TEXT, num_key_value_heads=2, num_local_experts=4)
     return language(transformers.MixtralForCausalLM(config))
 
 
 def vit():
-    config = transformers.ViTConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=2 * WIDTH,
-        image_size=16,
-        patch_size=4,
-        num_labels=5,
-    )
+    config = transformers.ViTConfig(**SIZES, image_size=16, patch_size=4, num_labels=5)
     images = torch.randn(BATCH, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(BATCH)
     model = transformers.ViTForImageClassification(config)
@@ -128,49 +106,24 @@ def residual():
     return classifier(Residual(), 3, 8, 8)
 
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+def parts(layers, *names):
+    return {f"{layers}.{i}.{name}" for i in (0, 1) for name in names}
+
+
+ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
+MLP = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 TAKEN = {
     bert: {
-        *(
-            f"bert.encoder.layer.{i}.{part}.dense"
-            for i in (0, 1)
-            for part in ("attention.output", "intermediate", "output")
-        ),
-        *(
-            f"bert.encoder.layer.{i}.attention.self.{part}"
-            for i in (0, 1)
-            for part in ("query", "key", "value")
-        ),
+        *parts("bert.encoder.layer", *(f"attention.self.{n}" for n in ("query", "key", "value"))),
+        *parts("bert.encoder.layer", "attention.output.dense", "intermediate.dense"),
+        *parts("bert.encoder.layer", "output.dense"),
         "cls.predictions.transform.dense",
     },
-    gpt2: {
-        f"transformer.h.{i}.{part}.{kind}"
-        for i in (0, 1)
-        for part, kind in (
-            ("attn", "c_attn"),
-            ("attn", "c_proj"),
-            ("mlp", "c_fc"),
-            ("mlp", "c_proj"),
-        )
-    },
-    llama: {
-        f"model.layers.{i}.{part}"
-        for i in (0, 1)
-        for part in (
-            *(f"self_attn.{name}" for name in ATTENTION),
-            *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
-        )
-    },
-    mixtral: {f"model.layers.{i}.self_attn.{name}" for i in (0, 1) for name in ATTENTION},
+    gpt2: parts("transformer.h", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+    llama: parts("model.layers", *ATTENTION, *MLP),
+    mixtral: parts("model.layers", *ATTENTION),
     vit: None,
-    encoder: {
-        "embed",
-        *(
-            f"encoder.layers.{i}.{part}"
-            for i in (0, 1)
-            for part in ("self_attn", "linear1", "linear2")
-        ),
-    },
+    encoder: {"embed", *parts("encoder.layers", "self_attn", "linear1", "linear2")},
     residual: {"stem", "narrow.0", "conv", "widen", "shortcut"},
 }
 every_model = pytest.mark.parametrize("build", TAKEN, ids=lambda build: build.__name__)
@@ -287,40 +240,3 @@ def test_experts_are_left_exact_and_named():
     notes = {layer.name: layer.note for layer in sp.summary(model).layers}
     assert "gate_up_proj, down_proj" in notes["model.layers.0.mlp.experts"]
     assert "MixtralTopKRouter" in notes["model.layers.0.mlp.gate"]
-
-
-def test_experts_can_be_made_sketchable():
-    """The documented way for a class that the library does not know."""
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-    class Experts(MixtralExperts):
-        pass
-
-    @sp.sketchable(Experts)
-    class SketchedExperts(sp.SketchedModule, Experts):
-        def forward(self, hidden, index, weights):
-            if not self.is_sketching():
-                return super().forward(hidden, index, weights)
-            out = torch.zeros_like(hidden)
-            for e in range(self.num_experts):
-                token, position = torch.where(index == e)
-                x, up, down = hidden[token], self.gate_up_proj[e], self.down_proj[e]
-                gate, linear = sp.sketched_linear(x, up, None, self.sketch).chunk(2, -1)
-                y = sp.sketched_linear(self.act_fn(gate) * linear, down, None, self.sketch)
-                out = out.index_add(0, token, y * weights[token, position, None])
-            return out
-
-        @classmethod
-        def matrices(cls, layer):
-            return tuple(tuple(w.shape[1:]) for w in (layer.gate_up_proj, layer.down_proj))
-
-    model, loss_of = mixtral()
-    for layer in model.model.layers:
-        layer.mlp.experts.__class__ = Experts
-    wanted = loss_of(model)
-    sp.sketch_(model, sp.L1(0.5))
-    assert "model.layers.1.mlp.experts" in taken(model)
-    got = loss_of(model.train())
-    assert torch.allclose(got, wanted, rtol=1e-5)
-    report = sp.check_unbiased(model, lambda m, _: loss_of(m), draws=100)
-    assert report.ok, report

@@ -99,11 +99,6 @@ def test_the_last_is_that_of_the_model_not_of_the_others_filter():
     assert (select.named("blocks.*") & ~select.last).names(model)[0] == ALL[3]
 
 
-def test_filters_show_what_they_are():
-    rule = select.linear & ~select.last & select.wide(64) | select.named("blocks.*")
-    assert repr(rule) == "(((linear & ~last) & wide(64)) | named('blocks.*'))"
-
-
 def test_what_is_no_filter_is_refused():
     with pytest.raises(TypeError, match=r"select\.linear"):
         select.linear & "blocks.*"

@@ -56,11 +56,6 @@ def test_batch_norm_before_blocks_is_left_to_be_measured():
     assert ("harm", "0") in found(model, sp.Tokens(0.3), sp.select.everything)
 
 
-def test_batch_norm_in_eval_mode_mixes_nothing():
-    model = wide(nn.BatchNorm1d(64).eval())
-    assert found(model, sp.Rows(0.3)) == {}
-
-
 class Wrapped(torch.Tensor):
     """A stand-in for a quantised weight: a tensor of a class of its own."""
 
@@ -208,8 +203,3 @@ def test_kept_tokens_without_a_block_that_they_know_are_told():
     assert text.startswith("no transformer block that Tokens(0.3) knows: Rows(0.3) in single")
     assert "advise" in text
     assert found(ViT(dim=16, depth=2, heads=2, hidden=32), sp.Tokens(0.3)) == {}
-
-
-def test_what_is_no_sketch_is_refused():
-    with pytest.raises(TypeError, match=r"Tokens\(0.3\)"):
-        sp.validate(wide(), 0.3)

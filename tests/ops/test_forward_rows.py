@@ -1,6 +1,5 @@
 """Rows drawn in forward: unbiased, and only r rows of X are saved."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,23 +9,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
-from law_table import exact_gradients, layer, products
+from law_table import exact_gradients
 from sketchprop.core.samples import Samples
 from sketchprop.meters.cost.memory import saved_bytes
-from sketchprop.meters.unbiased import TOLERANCE, check_unbiased
+from sketchprop.meters.unbiased import check_unbiased
 from sketchprop.zoo import ViT
 
 every_rule = pytest.mark.parametrize(
     "sketch", [sp.ForwardRows(4, by="uniform"), sp.ForwardRows(4)], ids=str
 )
-
-
-@pytest.mark.parametrize("budget", [1, 0.3, 0.5])
-@pytest.mark.parametrize("by", ["uniform", "input"])
-def test_unbiased_on_hard_layers(by, budget):
-    for sampling in ("fixed", "independent"):
-        report = check_unbiased(sp.ForwardRows(budget, by=by, sampling=sampling))
-        assert max(e.error for e in report.entries) <= TOLERANCE, str(report)
 
 
 @pytest.mark.parametrize("shape", [(12, 4), (4, 3, 4), (2, 3, 2, 4)])
@@ -123,19 +114,6 @@ def test_compiles_without_breaks_and_saves_the_rows_only():
     torch.testing.assert_close(model[1].bias.grad, true.sum(0))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@every_rule
-def test_a_non_finite_gradient_is_never_hidden(sketch, bad):
-    G, W, X = layer(12, 5, 4)
-    G[7, 2] = bad
-    for _ in range(10):
-        parts = products(sketch(sp.Vjp(G, W, X)), W, X)
-        assert all(not part.isfinite().all() for part in parts)
-        x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
-        y = sp.sketched_linear(x, w, None, sketch)
-        assert all(not g.isfinite().all() for g in torch.autograd.grad(y, (x, w), G))
-
-
 def test_a_frozen_weight_saves_nothing_and_autocast_works():
     x = torch.randn(20, 4, requires_grad=True)
     frozen = torch.randn(5, 4)
@@ -154,16 +132,6 @@ def test_a_frozen_weight_saves_nothing_and_autocast_works():
     assert weight.grad.dtype == torch.float32
 
 
-def test_a_stack_draws_for_each_layer():
-    x = torch.randn(3, 10, 4).double().requires_grad_()
-    weight = torch.randn(3, 5, 4).double().requires_grad_()
-    G = torch.randn(3, 10, 5).double()
-    y = sp.sketched_linear(x, weight, None, sp.ForwardRows(3))
-    dX, dW = torch.autograd.grad(y, (x, weight), G)
-    torch.testing.assert_close(dX, G @ weight.detach())
-    assert dW.shape == weight.shape
-
-
 # --- what is saved, by unique storage ---
 
 
@@ -177,29 +145,12 @@ def loss_fn(model, batch):
     return model(batch).square().mean()
 
 
-class Encoder(nn.Module):
-    """As BERT is made: attention, norms behind the residuals, GELU."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
-        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
-        self.one, self.two = nn.LayerNorm(32), nn.LayerNorm(32)
-
-    def forward(self, x):
-        q, k, v = (f(x).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = self.one(x + self.o(y))
-        return self.two(x + self.down(F.gelu(self.up(x))))
-
-
 MODELS = {
     "mlp": lambda: (
         nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 8)),
         torch.randn(200, 64),
     ),
     "vit": lambda: (ViT(dim=32, depth=2, heads=2, hidden=64), torch.randn(8, 3, 32, 32)),
-    "bert": lambda: (nn.Sequential(Encoder(), Encoder()), torch.randn(16, 20, 32)),
 }
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sketchprop as sp
-from law_table import FIXED, GATED, SKETCHES, by_shape, of_member
+from law_table import GATED, SKETCHES, by_shape, of_member
 from linear_laws import B, D, N, assert_same, fast, leaf, parameters, rows_of
 from sketchprop.core.sampling import draw_uniforms
 
@@ -32,21 +32,6 @@ def test_a_layer_used_twice_draws_twice():
         (outs[0] + outs[1]).sum().backward()
         pairs.add(tuple(int(x.grad.argmax()) for x in uses))
     assert len(pairs) == 9
-
-
-@pytest.mark.parametrize("variant", FIXED, ids=str)
-def test_a_layer_used_twice_sums_its_gradients(variant):
-    weight, bias = parameters()
-    sketch = variant(0.5)
-    x1, x2 = (leaf(torch.randn(B, D).double()) for _ in range(2))
-    G1, G2 = (torch.randn(B, N).double() for _ in range(2))
-    u1, u2 = by_shape(1), by_shape(2)
-    y1 = sp.sketched_linear(x1, weight, bias, sketch, uniforms=u1)
-    y2 = sp.sketched_linear(x2, weight, bias, sketch, uniforms=u2)
-    ((y1 * G1).sum() + (y2 * G2).sum()).backward()
-    first, second = fast(x1, weight, bias, sketch, G1, u1), fast(x2, weight, bias, sketch, G2, u2)
-    assert_same((x1.grad, x2.grad), (first[0], second[0]))
-    assert_same((weight.grad, bias.grad), (first[1] + second[1], first[2] + second[2]))
 
 
 def test_a_layer_used_twice_in_a_chain_is_unbiased():
@@ -76,50 +61,6 @@ def test_tied_weights():
     report = sp.check_unbiased(model, lambda m, x: m(x).square().sum(), x, draws=400)
     assert report.ok, str(report)
     assert {e.gradient for e in report.entries} == {"encode.weight", "encode.bias", "decode.bias"}
-
-
-def test_gradient_accumulation():
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    sp.sketch_(model, sp.L1(0.5))
-    batches = [torch.randn(4, 6).double() for _ in range(3)]
-    torch.manual_seed(5)
-    for x in batches:
-        model(x).square().sum().backward()
-    accumulated = [p.grad.clone() for p in model.parameters()]
-    torch.manual_seed(5)
-    totals = [torch.zeros_like(p) for p in model.parameters()]
-    for x in batches:
-        grads = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-        for total, grad in zip(totals, grads, strict=True):
-            total.add_(grad)
-    assert_same(accumulated, totals)
-
-
-def test_two_models_in_one_process_do_not_know_each_other():
-    def build(sketch):
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-        return sp.sketch_(model, sketch)
-
-    def gradients(model, seed):
-        torch.manual_seed(seed)
-        model.zero_grad()
-        model(torch.ones(4, 6).double()).square().sum().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    alone = gradients(build(sp.L1(2)), 1), gradients(build(sp.GradientSVD(1)), 2)
-    first, second = build(sp.L1(2)), build(sp.GradientSVD(1))
-    assert (first[0].sketch, second[0].sketch) == (sp.L1(2), sp.GradientSVD(1))
-    together = gradients(first, 1), gradients(second, 2)
-    for a, b in zip(alone, together, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    with sp.exact(first):
-        assert first[0].sketching.exact
-        assert not second[0].sketching.exact
-    sp.unsketch_(first)
-    assert type(second[0]) is sp.SketchedLinear
-    again = gradients(second, 2)
-    assert all(torch.equal(x, y) for x, y in zip(again, alone[1], strict=True))
 
 
 def test_each_backward_draws_anew():

@@ -5,25 +5,29 @@ A block's class says in ``anatomy`` what one call is made of; how it is run is t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..core.cost import Size
+from ..core.proof import close, learned_by
+from ..core.random import random_state_kept
 from ..core.sampling import Uniforms, draw_uniforms
 from ..ops.attend import Attending, Rotary, check_mask
 from ..sketches import Tokens
 from ..tokens.attention import AttentionTensors
 from ..tokens.attention import SelfAttention as AttentionPart
 from ..tokens.draw import QueryCount, kept_count
-from ..tokens.function import leaves, run
+from ..tokens.function import run
 from ..tokens.parts import Block, BlockTensors, RowBranch
-from ..tokens.rowwise import Chain, Linear, Parameters, RowWise, drops, hooked, read
+from ..tokens.rowwise import Chain, Linear, Parameters, RowWise, drops, read
 from ..tokens.unknown import Unknown
 from .adapters import read_lora
-from .sketched import SketchedModule
+from .sketched import SketchedModule, altered, as_shipped, watched
 
 RowPart = Callable[[Tensor], Tensor] | RowWise
 """A row-wise part of a block: a module or a function, or its steps where these say more."""
@@ -45,8 +49,6 @@ class SelfAttention(NamedTuple):
     scale: float | None = None
     rotary: Rotary | None = None
     """Cosines and sines that rotate q and k by halves."""
-    module: nn.Module | None = None
-    """Whose forward this stands for: if it has hooks, it is called."""
 
 
 class Anatomy(NamedTuple):
@@ -66,6 +68,8 @@ class Anatomy(NamedTuple):
     between: Callable[[Tensor], Tensor] | None = None
     apart: str = ""
     """Why ``attention`` is not given."""
+    stands_for: tuple[tuple[nn.Module, type], ...] = ()
+    """Modules of attention that are not called, with the classes that they must be of."""
 
 
 class SketchedBlock(SketchedModule):
@@ -90,16 +94,61 @@ class SketchedBlock(SketchedModule):
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        tokens = self.sketching.sketch
-        if self.is_sketching() and not _leaves_a_graph():
-            call = self.anatomy(*args, **kwargs)
-            if isinstance(call, str):
-                self._note(call)
-            elif _keeps_all(tokens, call.x):
-                self._note("")
-            else:
-                return self.result(self.run(call, tokens), *args, **kwargs)
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        state, plain = self.sketching, super().forward  # type: ignore[misc]
+        if state.proof or not self.is_sketching() or _leaves_a_graph():
+            return plain(*args, **kwargs)
+        rewritten = not torch.compiler.is_compiling() and not as_shipped(self.plain)
+        call = "its methods were replaced" if rewritten else self.anatomy(*args, **kwargs)
+        if isinstance(call, str) or _keeps_all(state.sketch, call.x):
+            self._note(call if isinstance(call, str) else "")
+            return plain(*args, **kwargs)
+        if state.proof is None and _can_prove(args, kwargs):
+            state.proof = self._proof(call, plain, *args, **kwargs)
+            if state.proof:
+                self._note(f"exact: {state.proof}")
+                warnings.warn(f"{type(self).__name__} stays exact: {state.proof}", stacklevel=2)
+                return plain(*args, **kwargs)
+        return self.result(self.run(call, state.sketch), *args, **kwargs)
+
+    def _proof(self, call: Anatomy, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+        """Runs the block both ways on its first batch: why kept tokens are not it; empty if so.
+
+        Results are compared as they come, and if they differ once more without dropout, whose
+        masks attention draws in its own way; leaves that get a gradient as they come.
+        """
+        assert isinstance(self, nn.Module)
+        modes = {module: module.training for module in self.modules()}
+        buffers = {b: b.detach().clone() for b in self.buffers()}
+        try:
+            for training in (True, False):
+                if not training:
+                    self.eval()
+                    call = self.anatomy(*args, **kwargs)  # type: ignore[assignment]
+                # Of activation checkpointing nothing here is to be seen.
+                with random_state_kept(call.x.device), saved_tensors_hooks(_same, _same):
+                    exact = _first(plain(*args, **kwargs))
+                with random_state_kept(call.x.device), saved_tensors_hooks(_same, _same):
+                    kept = _first(
+                        self.result(self.run(call, self.sketching.sketch), *args, **kwargs)
+                    )
+                if training and learned_by(exact) != learned_by(kept):
+                    lost = learned_by(exact) - learned_by(kept)
+                    names = [
+                        n
+                        for n, p in self.named_parameters()
+                        if any(p is end.variable for end in lost)
+                    ]
+                    shown = ", ".join(names[:3]) or "a tensor that is not among its parameters"
+                    return f"on kept tokens {shown} would get no gradient"
+                if close(kept, exact):
+                    return ""
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            with torch.no_grad():
+                for buffer, value in buffers.items():
+                    buffer.copy_(value)
+        return "its result on kept tokens is not its own: it computes something else than is known"
 
     def result(self, y: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What forward returns, from the last branch's result ``y: [N, T, d]``."""
@@ -153,8 +202,8 @@ class SketchedBlock(SketchedModule):
         if not self.vouched or not again or torch.compiler.is_compiling():
             notes.append(f"its feed-forward part is exact: {self._unknown(parts)}")
             return None
-        f = Unknown(lambda x: applied(parts, x))
-        return RowBranch(f, rank, save, True), parameters_of(parts)
+        check = self.sketching.proof is None
+        return RowBranch(Unknown(parts, check), rank, save, True), parameters_of(parts)
 
     def _attention_part(
         self, call: Anatomy, tokens: Tokens, notes: list[str]
@@ -163,47 +212,46 @@ class SketchedBlock(SketchedModule):
         N, T = call.x.shape[:2]
         queries = QueryCount.of(tokens.query_budget, tokens.capacity, N, T)
         keys = kept_count(tokens.key_budget, N * T)
-        attention = call.attention
         if queries.rank >= N * T and keys >= N * T:
             return None
+        attention = call.attention
+        steps: tuple[Any, ...] = ()
         before = call.norms[:1] if call.norm_first else ()
-        if why := self._exact_attention(attention, before, call.apart):
+        why = self._exact_attention(call)
+        if attention is not None and not why:
+            parts = (before, *((part,) for part in attention.projections), attention.out)
+            steps = tuple(self._steps(part) for part in parts)
+            why = self._unknown(part for several in parts for part in several)
+        if attention is None or why:
             notes.append(f"its attention is exact: {why}")
             return None
-        assert attention is not None
-        norm, out = self._steps(before), self._steps(attention.out)
-        projections = [self._steps((part,)) for part in attention.projections]
-        assert norm is not None
-        assert out is not None
+        norm, *projections, out = steps
+        if len(projections) == 1 and not isinstance(projections[0].chain.steps[0], Linear):
+            name = changed(attention.projections[0])
+            notes.append(f"its attention is exact: {name}, and makes q, k and v at once")
+            return None
         how = Attending(attention.dropout_p, attention.is_causal, attention.scale)
-        kv_heads = attention.kv_heads or attention.heads
-        chains = tuple(steps.chain for steps in projections if steps is not None)
         part = AttentionPart(
-            norm.chain, chains, out.chain, attention.heads, kv_heads, how, queries, keys,
+            norm.chain, tuple(p.chain for p in projections), out.chain, attention.heads,
+            attention.kv_heads or attention.heads, how, queries, keys,
             tokens.save == "activations", N, T,
         )  # fmt: skip
         check_mask(attention.mask, (N, part.heads, T, T), how)
-        made = tuple(steps.parameters for steps in projections if steps is not None)
+        made = tuple(p.parameters for p in projections)
         return part, AttentionTensors(
             attention.mask, attention.rotary, norm.parameters, made, out.parameters
         )
 
-    def _exact_attention(
-        self, attention: SelfAttention | None, before: tuple[RowPart, ...], apart: str
-    ) -> str:
-        """Why attention is not taken apart; empty if it is."""
+    def _exact_attention(self, call: Anatomy) -> str:
+        """Why attention is not to be taken apart; empty if it may be."""
+        attention = call.attention
         if attention is None:
-            return apart
-        if attention.module is not None and hooked(attention.module):
-            return changed(attention.module)
+            return call.apart
         if attention.mask is not None and attention.mask.requires_grad:
             return "its mask is learned"
         if attention.rotary is not None and any(t.requires_grad for t in attention.rotary):
             return "its rotary angles are learned"
-        packed = self._steps(attention.projections) if len(attention.projections) == 1 else None
-        if packed is not None and not isinstance(packed.chain.steps[0], Linear):
-            return f"{changed(attention.projections[0])}, and makes q, k and v at once"
-        return self._unknown((*before, *attention.projections, *attention.out))
+        return not_as_known(*call.stands_for)
 
     def _unknown(self, parts: Iterable[RowPart]) -> str:
         """In words, which part is not known; empty if all are."""
@@ -275,20 +323,26 @@ def applied(parts: Iterable[RowPart], x: Tensor) -> Tensor:
     return x
 
 
-def parameters_of(parts: Iterable[RowPart]) -> tuple[Tensor, ...]:
-    found: list[Tensor] = []
-    for part in parts:
-        if isinstance(part, RowWise):
-            found += [p for p in leaves(part.parameters) if p is not None]
-        elif hasattr(part, "parameters"):
-            found += part.parameters()
-    return tuple(found)
+def parameters_of(parts: Iterable[RowPart]) -> tuple[Parameters, ...]:
+    """A tuple for each part."""
+    return tuple(
+        part.parameters
+        if isinstance(part, RowWise)
+        else tuple(part.parameters())
+        if isinstance(part, nn.Module)
+        else ()
+        for part in parts
+    )
 
 
-def watched(part: RowPart) -> bool:
-    """Whether a hook or a forward of an instance's own would miss what is not called."""
-    modules = getattr(part, "modules", None)
-    return modules is not None and any(hooked(module) for module in modules())
+def not_as_known(*parts: tuple[nn.Module, type]) -> str:
+    """In words, which module is of another class than is known, or does more; empty if none."""
+    for module, kind in parts:
+        if type(module) is not kind:
+            return f"{type(module).__name__} is not the {kind.__name__} that is known"
+        if altered(module):
+            return changed(module)
+    return ""
 
 
 def changed(part: RowPart) -> str:
@@ -297,6 +351,24 @@ def changed(part: RowPart) -> str:
     if watched(part):
         return f"{name} has hooks, or a forward of its own, which would not be called"
     return f"{name} is not a plain layer"
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+def _first(result: Any) -> Tensor:
+    """A block's result; of several, what goes on to the next block."""
+    y: Tensor = result[0] if isinstance(result, tuple) else result
+    return y
+
+
+def _can_prove(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call can be made twice: a cache would get its keys twice."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    plain = (Tensor, int, float, str, tuple, type(None))
+    return all(isinstance(value, plain) for value in (*args, *kwargs.values()))
 
 
 def _leaves_a_graph() -> bool:

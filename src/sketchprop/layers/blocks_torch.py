@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..tokens.function import Tree
 from ..tokens.rowwise import Activation, Dropout, Linear, Parameters, RowWise
 from .attention import one_mask
-from .blocks import Anatomy, RowPart, SelfAttention, SketchedBlock, watched
+from .blocks import Anatomy, RowPart, SelfAttention, SketchedBlock
+from .sketched import watched
 
 
 class InTurnDropout(Dropout):

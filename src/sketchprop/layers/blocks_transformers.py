@@ -7,6 +7,7 @@ blocks does. Attention without rotations is taken apart; other attention runs by
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType, MethodType
@@ -14,8 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..tokens.rowwise import Activation, Linear, Pair, RMSNorm, RowWise, Scale, hooked
-from .blocks import Anatomy, RowPart, SelfAttention, SketchedBlock, watched
+from ..tokens.rowwise import Activation, Linear, Pair, RMSNorm, RowWise, Scale
+from .blocks import Anatomy, RowPart, SelfAttention, SketchedBlock, not_as_known
+from .sketched import watched
 
 _HARMLESS = frozenset(
     {"output_hidden_states", "use_cache", "num_items_in_batch", "position_ids", "cache_position",
@@ -47,6 +49,8 @@ def _rms_norm(part: Any) -> RowWise:
     return RowWise.of((RMSNorm(part.variance_epsilon), (part.weight,)))
 
 
+_SHARED = ("transformers.activations", "transformers.pytorch_utils")
+"""Files of row-wise modules that models share."""
 _STEPS: dict[str, Callable[[Any], RowWise | None]] = {
     "GELUActivation": _gelu("gelu_none"),
     "NewGELUActivation": _gelu("gelu_tanh"),
@@ -72,7 +76,7 @@ class _TransformersBlock(SketchedBlock):
         if steps is not None or not isinstance(part, nn.Module) or watched(part):
             return steps
         name = type(part).__name__
-        if not type(part).__module__.startswith("transformers."):
+        if type(part).__module__ not in (self.plain.__module__, *_SHARED):
             return None
         if name in _CHAINS:
             chunked = getattr(part, "chunk_size_feed_forward", 0)
@@ -80,6 +84,11 @@ class _TransformersBlock(SketchedBlock):
         if name in _GATED:
             return self._gated(part)
         return _STEPS[name](part) if name in _STEPS else None
+
+    def _as_known(self, module: nn.Module, name: str) -> tuple[nn.Module, type]:
+        """A module, and the class that this block's own file has for it."""
+        kind: type = getattr(sys.modules[self.plain.__module__], name)
+        return module, kind
 
     def _in_turn(self, parts: list[Any]) -> RowWise | None:
         whole = RowWise.of()
@@ -138,9 +147,10 @@ class _Bert(_TransformersBlock):
     ) -> Anatomy | str:
         whole, attention, last = self.attention, self.attention.self, self.attention.output
         reason = _refused(hidden_states, attention, options)
-        for module in (whole, last, self.intermediate, self.output):
-            if hooked(module):
-                return f"{type(module).__name__} has hooks, or a forward of its own"
+        of, family = self._as_known, self.plain.__name__.removesuffix("Layer")
+        parts = [of(self.intermediate, f"{family}Intermediate"), of(self.output, f"{family}Output")]
+        if why := not_as_known(*parts):
+            return why
         if reason or not _mask_fits(attention_mask):
             return reason or "a mask that is not [samples, heads, queries, keys]"
         if encoder_hidden_states is not None or past_key_values is not None:
@@ -166,7 +176,12 @@ class _Bert(_TransformersBlock):
             self.output.dropout,
         )
         norms = (last.LayerNorm, self.output.LayerNorm)
-        return Anatomy(hidden_states, fused, plain, norms, mlp, norm_first=False)
+        known = (
+            of(whole, f"{family}Attention"),
+            of(attention, f"{family}SelfAttention"),
+            of(last, f"{family}SelfOutput"),
+        )
+        return Anatomy(hidden_states, fused, plain, norms, mlp, False, stands_for=known)
 
 
 def _how(attention: Any, mask: Tensor | None, x: Tensor, dropout: float) -> dict[str, Any]:
@@ -176,7 +191,6 @@ def _how(attention: Any, mask: Tensor | None, x: Tensor, dropout: float) -> dict
         "dropout_p": dropout if attention.training else 0.0,
         "is_causal": causal,
         "scale": attention.scaling,
-        "module": attention,
     }
 
 
@@ -208,7 +222,8 @@ class _DistilBert(_TransformersBlock):
             **_how(attention, attention_mask, hidden_states, attention.dropout.p),
         )
         norms = (self.sa_layer_norm, self.output_layer_norm)
-        return Anatomy(hidden_states, fused, plain, norms, (self.ffn,), norm_first=False)
+        known = (self._as_known(attention, "DistilBertSelfAttention"),)
+        return Anatomy(hidden_states, fused, plain, norms, (self.ffn,), False, stands_for=known)
 
 
 class _Vision(_TransformersBlock):
@@ -240,7 +255,9 @@ class _Vision(_TransformersBlock):
             attention.num_attention_heads,
             **_how(attention, mask, x, attention.attention_dropout),
         )
-        return Anatomy(x, fused, plain, norms, (self.mlp, after[1]), norm_first=True)
+        family = self.plain.__name__.removesuffix("Layer")
+        known = (self._as_known(attention, f"{family}Attention"),)
+        return Anatomy(x, fused, plain, norms, (self.mlp, after[1]), True, stands_for=known)
 
 
 class _ViT(_Vision):
@@ -263,8 +280,10 @@ class _Dinov2(_Vision):
     ) -> Anatomy | str:
         if self.training and getattr(self.drop_path, "drop_prob", 0.0) > 0:
             return "drop_path drops whole samples of a branch, and a branch is drawn row by row"
-        if hooked(self.drop_path):
-            return "drop_path has hooks, or a forward of its own"
+        drop_path = self._as_known(self.drop_path, "Dinov2DropPath")
+        why = "" if type(self.drop_path) is nn.Identity else not_as_known(drop_path)
+        if why:
+            return why
         norms, after = (self.norm1, self.norm2), (self.layer_scale1, self.layer_scale2)
         call: Anatomy | str = self._parts(hidden_states, attention_mask, options, norms, after)
         return call
@@ -309,8 +328,8 @@ class _GPT2(_TransformersBlock):
                 attention.num_heads,
                 **_how(attention, attention_mask, hidden_states, attention.attn_dropout.p),
             )
-        norms = (self.ln_1, self.ln_2)
-        return Anatomy(hidden_states, fused, plain, norms, (self.mlp,), norm_first=True, apart=why)
+        norms, known = (self.ln_1, self.ln_2), (self._as_known(attention, "GPT2Attention"),)
+        return Anatomy(hidden_states, fused, plain, norms, (self.mlp,), True, None, why, known)
 
 
 class _Decoder(_TransformersBlock):
@@ -345,7 +364,9 @@ class _Decoder(_TransformersBlock):
                 **_how(attention, mask, hidden_states, attention.attention_dropout),
             )
         norms = (self.input_layernorm, self.post_attention_layernorm)
-        return Anatomy(hidden_states, fused, plain, norms, (self.mlp,), norm_first=True, apart=why)
+        family = self.plain.__name__.removesuffix("DecoderLayer")
+        known = (self._as_known(attention, f"{family}Attention"),)
+        return Anatomy(hidden_states, fused, plain, norms, (self.mlp,), True, None, why, known)
 
 
 _FAMILIES: Mapping[str, tuple[str, type[SketchedBlock]]] = MappingProxyType(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os.path
+import sys
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
+from inspect import isfunction
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..core.cost import Cost, Size
 from ..ops import sketched_linear
@@ -26,6 +31,8 @@ class Sketching:
     """True while ``sketchprop.exact`` is in force."""
     note: str = ""
     """What of a block stayed exact in the last forward pass, and why."""
+    proof: str | None = None
+    """Of a block, from its first batch: empty if kept tokens are right, else why they are not."""
     idle: bool = False
     """True while a tuner leaves the layer exact: nothing of the sketch is asked."""
     tuned: str = ""
@@ -124,3 +131,49 @@ class SketchedLinear(SketchedModule, nn.Linear):
             return super().forward(input)
         state = self.sketching
         return sketched_linear(input, self.weight, self.bias, state.sketch, planner=state.planner)
+
+
+def watched(part: object) -> bool:
+    """Whether what is not called in a module would be missed: see ``altered``."""
+    return isinstance(part, nn.Module) and any(altered(module) for module in part.modules())
+
+
+def altered(module: nn.Module) -> bool:
+    """Whether a module does more than its class as shipped: by hooks, or by a method that was
+    replaced, on it or on its class."""
+    entries = vars(module)
+    kind: Any = type(module)
+    if any(entries[name] for name in _HOOKS) or _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return True
+    if torch.compiler.is_compiling():
+        return "forward" in entries
+    return not entries.keys().isdisjoint(_methods(kind)) or not as_shipped(kind)
+
+
+def as_shipped(kind: Any) -> bool:
+    """Whether all methods of a class are those of its library: torch, transformers, PEFT, this."""
+    return _are_shipped(kind, tuple(getattr(kind, name) for name in _methods(kind)))
+
+
+@cache
+def _methods(kind: Any) -> tuple[str, ...]:
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    return tuple({n for base in bases for n, f in vars(base).items() if isfunction(f)})
+
+
+@cache
+def _are_shipped(kind: Any, methods: tuple[Any, ...]) -> bool:
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        package = base.__module__.partition(".")[0]
+        root = os.path.dirname(getattr(sys.modules.get(package), "__file__", None) or "")
+        for method in vars(base).values() if package in _LIBRARIES else ():
+            inner: Any = method
+            while isfunction(inner):
+                if not inner.__code__.co_filename.startswith(root):
+                    return False
+                inner = getattr(inner, "__wrapped__", None)
+    return all(isfunction(method) for method in methods)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LIBRARIES = ("torch", "transformers", "peft", "sketchprop")

@@ -34,6 +34,7 @@ def sketch_(
     filter_fn: Filter | None = None,
     *,
     planner: Planner | None = None,
+    check: bool = True,
 ) -> Model:
     """Gives layers of ``model`` a sketched backward, in place, and returns the model.
 
@@ -49,6 +50,8 @@ def sketch_(
     ``planner``: who makes the atoms that are drawn from, and when: ``Every(50)`` makes new ones
     every 50 steps, ``Fresh(rows=0.1)`` looks at a tenth of the rows; each layer gets its own.
     Without one each step makes its own from all of the gradient.
+    ``check``: a block runs its first batch both ways, exactly and on kept tokens; where results or
+    the leaves that get a gradient differ it stays exact, with a warning.
 
     It takes linear layers, convolutions (with a kernel: by column sketches such as L1, or by
     ``Rows`` of whole samples), ``nn.MultiheadAttention``, transformers' ``Conv1D`` and layers made
@@ -78,7 +81,7 @@ def sketch_(
             continue
         _restore_around(model, layer)
         own = None if planner is None else planner.anew()
-        _turn(layer, Sketching(s, own))
+        _turn(layer, Sketching(s, own, proof=None if check else ""))
     if _log.isEnabledFor(logging.INFO):
         _log.info("%s", _taken(model, layers, choice.taken))
     return model

@@ -298,8 +298,12 @@ def drops(step: Any) -> bool:
 
 
 def with_residual(x: Tensor, y: Tensor, made_by: Chain) -> Tensor:
-    """x + y, in the memory of y where a step of ``made_by`` made that."""
-    return y.add_(x) if made_by.steps and y.dtype == x.dtype else x + y
+    """x + y, in the memory of y where a step of ``made_by`` made that. It is no view, which what
+    follows could not change in place."""
+    if not made_by.steps or y.dtype != x.dtype:
+        return x + y
+    whole: Tensor = _aten._unsafe_view(y, y.shape)
+    return whole.add_(x)
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -345,11 +349,9 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]]
 def read(module: nn.Module) -> RowWise | None:
     """``module`` as steps with their parameters, or ``None`` where it is not known.
 
-    Plain torch layers in any nesting of ``nn.Sequential``. A layer with hooks, or of a subclass,
-    is not taken apart: it may do more than its class does.
+    Plain torch layers in any nesting of ``nn.Sequential``. A layer of a subclass may compute
+    something else; who asks must see to it that none was altered.
     """
-    if hooked(module):
-        return None
     if type(module) is not nn.Sequential:
         step = _STEPS.get(type(module))
         return None if step is None else step(module)
@@ -370,6 +372,12 @@ def _norm(layer: Any) -> RowWise | None:
     return RowWise.of((LayerNorm(layer.eps), (layer.weight, layer.bias)))
 
 
+def _linear(layer: Any) -> RowWise | None:
+    # Weights of other classes, quantised for example, have products of their own.
+    plain = type(layer.weight.data) is Tensor and layer.weight.is_floating_point()
+    return RowWise.of((Linear(), (layer.weight, layer.bias))) if plain else None
+
+
 def _dropout(layer: Any) -> RowWise:
     drops = layer.training and layer.p > 0
     return RowWise.of((Dropout(layer.p), ())) if drops else RowWise.of()
@@ -382,7 +390,7 @@ def activation(name: str) -> Callable[[Any], RowWise]:
 _STEPS: dict[type, Callable[[Any], RowWise | None]] = {
     nn.Identity: lambda layer: RowWise.of(),
     nn.Dropout: _dropout,
-    nn.Linear: lambda layer: RowWise.of((Linear(), (layer.weight, layer.bias))),
+    nn.Linear: _linear,
     nn.LayerNorm: _norm,
     nn.RMSNorm: _norm,
     nn.GELU: lambda layer: activation(f"gelu_{layer.approximate}")(layer),
@@ -391,14 +399,3 @@ _STEPS: dict[type, Callable[[Any], RowWise | None]] = {
     nn.Tanh: activation("tanh"),
     nn.Sigmoid: activation("sigmoid"),
 }
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether a module does more than its class: hooks, or a forward of the instance's own."""
-    return bool(
-        "forward" in vars(module)
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from .function import Tree
-from .rowwise import NOTHING, as_rows, not_finite
+from ..core.proof import close, learned_by
+from ..core.random import random_state_kept
+from .function import Tree, leaves, like
+from .rowwise import NOTHING, RowWise, as_rows, not_finite
 
 RowFunction = Callable[[Tensor], Tensor]
 _MIXING = ("Attention", "BatchNorm", "Conv", "RNN", "LSTM", "GRU", "Softmax", "Pool", "Flatten")
@@ -20,37 +25,47 @@ _MIXING = ("Attention", "BatchNorm", "Conv", "RNN", "LSTM", "GRU", "Softmax", "P
 
 @dataclass(frozen=True)
 class Unknown:
-    """f itself; ``check``: try it on some rows by themselves."""
+    """Functions one after the other, with a tuple of parameters for each; ``check``: try them on
+    some rows by themselves."""
 
-    f: RowFunction
+    parts: tuple[Any, ...]
     check: bool = True
 
-    def forward(self, x: Tensor, P: tuple[Tensor, ...], save: bool) -> tuple[Tensor, Tree]:
-        """f(x); nothing is saved, whether or not one may ``save``."""
-        y = self.f(x)
+    def forward(self, x: Tensor, P: Tree, save: bool) -> tuple[Tensor, Tree]:
+        """The result; nothing is saved, whether or not one may ``save``."""
+        y = self._call(x, P)
         if self.check:
-            check_rows(self.f, x, y)
+            check_rows(self.parts, partial(self._call, P=P), x, y, leaves(P))
         return y, NOTHING
 
     def back(
-        self,
-        g: Tensor,
-        x: Tensor,
-        P: tuple[Tensor, ...],
-        saved: Tree,
-        wants_x: bool,
-        wants: tuple[bool, ...],
+        self, g: Tensor, x: Tensor, P: Tree, saved: Tree, wants_x: bool, wants: Tree
     ) -> tuple[Tensor | None, Tree]:
         """dX at the rows, and the gradients of P; NaN where g is not finite and f cut that off."""
-        flags, mark = (wants_x, *wants), not_finite(g)
+        tensors, flags = (x, *leaves(P)), (wants_x, *leaves(wants))
         x.requires_grad_(wants_x)
-        inputs = [t for t, want in zip((x, *P), flags, strict=True) if want]
         with torch.enable_grad():
-            y = on_rows(self.f, x)
+            y = on_rows(partial(self._call, P=P), x)
+        if learned_by(y) - learned_by(x, *leaves(P)):
+            raise RuntimeError(
+                f"{_culprit(self.parts, ())} runs again with other parameters than in its forward "
+                "pass, as a function does under functional_call; give branch a module"
+            )
+        inputs = [t for t, want in zip(tensors, flags, strict=True) if want]
         grads = iter(torch.autograd.grad(y, inputs, g, allow_unused=True))
         made = [next(grads) if want else None for want in flags]
+        mark = not_finite(g)
         dX, *dP = (None if t is None else t + mark.to(t.dtype) for t in made)
-        return dX, tuple(dP)
+        return dX, like(P, iter(dP))
+
+    def _call(self, x: Tensor, P: Tree) -> Tensor:
+        for f, given in zip(self.parts, P, strict=True):
+            if isinstance(f, nn.Module):  # with the very tensors, as functional_call gave them
+                names = [name for name, _ in f.named_parameters()]
+                x = functional_call(f, dict(zip(names, given, strict=True)), (x,))
+            else:
+                x = f.chain.forward(x, given, False)[0] if isinstance(f, RowWise) else f(x)
+        return x
 
 
 def on_rows(f: RowFunction, rows: Tensor) -> Tensor:
@@ -58,38 +73,43 @@ def on_rows(f: RowFunction, rows: Tensor) -> Tensor:
     return f(rows.unsqueeze(0)).squeeze(0)
 
 
-def check_rows(f: RowFunction, x: Tensor, y: Tensor) -> None:
-    """Refuses f unless f(x)[b] = f(x[b]) each time: for the first, a middle, the last row."""
+def check_rows(
+    parts: tuple[object, ...], f: RowFunction, x: Tensor, y: Tensor, P: list[Tensor]
+) -> None:
+    """Refuses f unless f(x)[b] = f(x[b]) each time, for the first, a middle and the last row, and
+    unless all that it learns is in P."""
     n = x.numel() // x.shape[-1]
     index = torch.tensor(sorted({0, n // 2, n - 1}), device=x.device)
-    devices = [x.device] if x.device.type != "cpu" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        once, again = (on_rows(f, as_rows(x).index_select(0, index)) for _ in range(2))
-    if not _close(once, again):
+    rows = as_rows(x.detach()).index_select(0, index)
+    with torch.enable_grad(), random_state_kept(x.device):
+        once, again = (on_rows(f, rows) for _ in range(2))
+    name = partial(_culprit, parts)
+    if not close(once, again):
         raise ValueError(
-            f"{_culprit(f, ('Drop',))} draws random numbers, and would draw others where it runs "
-            "again; give branch an nn.Sequential of plain torch layers, whose masks it keeps"
+            f"{name(('Drop',))} draws random numbers, and would draw others where it runs again; "
+            "give branch an nn.Sequential of plain torch layers, whose masks it keeps"
         )
     fits = y.shape[:-1] == x.shape[:-1]
-    if not fits or not _close(once, as_rows(y).index_select(0, index)):
+    if not fits or not close(once, as_rows(y).index_select(0, index)):
         raise ValueError(
-            f"{_culprit(f, _MIXING)} mixes rows: f(x)[b] is not f(x[b]); use branch for norms, "
-            "linear layers and activations only"
+            f"{name(_MIXING)} mixes rows: f(x)[b] is not f(x[b]); use branch for norms, linear "
+            "layers and activations only"
+        )
+    if learned_by(once) - learned_by(*P):
+        raise ValueError(
+            f"{name(())} learns what is not among its parameters, and would get no gradient for "
+            "it; give all of it: branch(f, x, budget, parameters=[...])"
         )
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    tolerance = 1e-2 if a.dtype in (torch.bfloat16, torch.float16) else 1e-4
-    atol = tolerance * max(float(b.detach().abs().amax()) if b.numel() else 0.0, 1e-12)
-    return a.shape == b.shape and torch.allclose(a, b, tolerance, atol, equal_nan=True)
-
-
-def _culprit(f: RowFunction, words: tuple[str, ...]) -> str:
-    """f by its name, with the module in it that is probably meant."""
-    for name, module in f.named_modules() if isinstance(f, nn.Module) else ():
-        if name and any(word in type(module).__name__ for word in words):
-            return f"{name_of(f)}, probably because of {name} ({module!r}),"
-    return name_of(f)
+def _culprit(parts: tuple[object, ...], words: tuple[str, ...]) -> str:
+    """The parts by their names, with the module in them that is probably meant."""
+    whole = ", ".join(name_of(part) for part in parts)
+    for part in parts:
+        for name, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            if any(word in type(module).__name__ for word in words):
+                return f"{whole}, probably because of {name or type(module).__name__} ({module!r}),"
+    return whole
 
 
 def name_of(f: object) -> str:

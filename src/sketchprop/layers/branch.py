@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from ..core.checks import check_budget
 from ..core.sampling import Uniforms, draw_uniforms
 from ..sketches.tokens import check_save
-from .draw import kept_count
-from .function import run, wanted
-from .parts import Block, BlockTensors, RowBranch
-from .rowwise import Chain, RowWise, read
-from .unknown import Unknown, name_of
+from ..tokens.draw import kept_count
+from ..tokens.function import run, wanted
+from ..tokens.parts import Block, BlockTensors, RowBranch
+from ..tokens.rowwise import Chain, RowWise, read
+from ..tokens.unknown import Unknown, name_of
+from .sketched import watched
 
 
 def branch(
@@ -57,8 +58,10 @@ def branch(
     check_save(save)
     rows = x.numel() // max(1, x.shape[-1])
     rank = kept_count(check_budget(budget), max(1, rows))
-    known = f if isinstance(f, RowWise) else read(f) if isinstance(f, nn.Module) else None
-    P = known.parameters if known is not None else _parameters_of(f, parameters)
+    known = f if isinstance(f, RowWise) else None
+    if isinstance(f, nn.Module) and not watched(f):
+        known = read(f)
+    P = known.parameters if known is not None else (_parameters_of(f, parameters),)
     inputs = BlockTensors(x, rows=P)
     if rows == 0 or rank >= rows or x.is_meta or not wanted(inputs):
         y = f(x)
@@ -68,17 +71,17 @@ def branch(
             f"branch({name_of(f)}) cannot be compiled: its steps are not known before it runs. "
             "Give an nn.Sequential of plain torch layers, or a RowWise that spells it out"
         )
-    steps = Unknown(f, check) if known is None else known.chain
+    steps = Unknown((f,), check) if known is None else known.chain
     rows_part = RowBranch(steps, rank, save == "activations", residual)
     return run(Block(None, Chain(), rows_part), inputs, uniforms)
 
 
 def _parameters_of(f: object, given: Iterable[Tensor] | None) -> tuple[Tensor, ...]:
+    owner = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
+    if isinstance(owner, nn.Module) and (owner is f or given is None):
+        return tuple(owner.parameters())
     if given is not None:
         return tuple(given)
-    owner = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
-    if isinstance(owner, nn.Module):
-        return tuple(owner.parameters())
     raise TypeError(
         f"branch cannot see the parameters of {name_of(f)}; give them: "
         "branch(f, x, budget, parameters=module.parameters()), or parameters=() if it has none"

@@ -1,0 +1,31 @@
+"""What two runs are compared by: numbers that are close, and what they would learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Whether two results are the same but for rounding."""
+    tolerance = 1e-2 if a.dtype in (torch.bfloat16, torch.float16) else 1e-4
+    atol = tolerance * max(float(b.detach().abs().amax()) if b.numel() else 0.0, 1e-12)
+    return a.shape == b.shape and torch.allclose(a, b, tolerance, atol, equal_nan=True)
+
+
+def learned_by(*results: Tensor) -> set[Any]:
+    """Where a gradient of the results would be added up: ``.variable`` is the leaf."""
+    nodes: list[Any] = [get_gradient_edge(t).node for t in results if t.requires_grad]
+    seen = set(nodes)
+    ends = set()
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            ends.add(node)
+        below = [n for n, _ in node.next_functions if n is not None and n not in seen]
+        seen.update(below)
+        nodes += below
+    return ends

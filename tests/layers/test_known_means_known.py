@@ -1,0 +1,162 @@
+"""A block is taken apart only if it is the block that is known, and its first batch proves it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sketchprop as sp
+from sketchprop import Tokens, zoo
+
+
+class Swapped(zoo.Attention):
+    """Attention of another kind, which a caller knows by its class alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x)
+
+
+class StochasticDepth(nn.Dropout):
+    """Drops whole samples, in the place of a dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(x.shape[0], 1, 1) > 0.5)
+
+
+class Mixing(nn.Sequential):
+    """A feed-forward part that mixes tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y + x.mean(1, keepdim=True)
+
+
+def swap_attention(block: Any) -> None:
+    block.attn.__class__ = Swapped
+
+
+def replace_a_method(block: Any) -> None:
+    block.attn.forward = functools.partial(Swapped.forward, block.attn)
+    block.attn.__class__ = Swapped
+
+
+def swap_the_feed_forward_part(block: Any) -> None:
+    block.mlp = Mixing(*block.mlp)
+
+
+def swap_dropout(block: Any) -> None:
+    block.drop = StochasticDepth(0.5)
+
+
+def subclass_a_norm(block: Any) -> None:
+    block.norm1.__class__ = type("Doubled", (nn.LayerNorm,), {"forward": _doubled})
+
+
+def _doubled(self: nn.LayerNorm, x: Tensor) -> Tensor:
+    return 2 * F.layer_norm(x, self.normalized_shape, self.weight, self.bias)
+
+
+MUTATIONS: list[Callable[[Any], None]] = [
+    swap_attention, replace_a_method, swap_the_feed_forward_part, swap_dropout, subclass_a_norm,
+]  # fmt: skip
+
+
+def block_and_input() -> tuple[zoo.Block, Tensor]:
+    torch.manual_seed(0)
+    return zoo.Block(8, 2, 16), torch.randn(3, 6, 8, requires_grad=True)
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = model(x)
+    return (y * torch.linspace(-1, 1, 8)).square().sum()
+
+
+@pytest.mark.parametrize("change", MUTATIONS)
+def test_a_changed_block_has_its_own_result_and_mean(change: Callable[[Any], None]) -> None:
+    plain, x = block_and_input()
+    change(plain)
+    block = sp.sketch_(copy.deepcopy(plain), Tokens(0.3))
+    try:
+        torch.manual_seed(1)
+        y = block(x)
+    except ValueError as refused:
+        assert "mixes rows" in str(refused) or "random numbers" in str(refused)  # noqa: PT017
+        return
+    torch.manual_seed(1)
+    torch.testing.assert_close(y, plain(x))
+    if change is not swap_dropout:  # its own noise is in the mean
+        assert sp.check_unbiased(block, loss, x.detach(), draws=300).ok
+
+
+def test_a_method_replaced_on_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, x = block_and_input()
+    sp.sketch_(block, Tokens(0.3))
+    monkeypatch.setattr(nn.LayerNorm, "forward", _doubled)
+    twin = zoo.Block(8, 2, 16)
+    twin.load_state_dict(block.state_dict())
+    torch.testing.assert_close(block(x), twin(x))
+    assert "LayerNorm" in block.sketching.note
+
+
+class Learned(zoo.Block):
+    """A block with a parameter that its anatomy forgets."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 2, 16)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+class Halved(zoo.Block):
+    """A block whose anatomy is that of another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(Learned, "gain would get no gradient"), (Halved, "is not its own")]
+)
+def test_the_first_batch_finds_an_anatomy_that_is_wrong(kind: Any, reason: str) -> None:
+    sp.sketchable(kind)(type("Sketched", (zoo.SketchedZooBlock, kind), {}))
+    torch.manual_seed(0)
+    plain = kind(8, 2, 16) if kind is Halved else kind()
+    block = sp.sketch_(copy.deepcopy(plain), Tokens(0.3))
+    x = torch.randn(3, 6, 8, requires_grad=True)
+    with pytest.warns(UserWarning, match=reason):
+        y = block(x)
+    assert torch.equal(y, plain(x))
+    assert reason in str(sp.summary(block))
+    trusted = sp.sketch_(copy.deepcopy(plain), Tokens(0.3), check=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trusted(x)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_proof_leaves_no_trace(dropout: float) -> None:
+    """Neither in random numbers nor in modes, and it is made once."""
+    torch.manual_seed(0)
+    block = zoo.Block(8, 2, 16, dropout)
+    x = torch.randn(3, 6, 8, requires_grad=True)
+    results = []
+    for check in (True, False):
+        twin = sp.sketch_(copy.deepcopy(block), Tokens(0.3), check=check)
+        torch.manual_seed(2)
+        y = twin(x)
+        y.sum().backward()
+        results.append((y.detach(), twin.mlp[0].weight.grad, torch.rand(3)))
+        assert twin.sketching.proof == ""
+        assert all(module.training for module in twin.modules())
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
