@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from law_table import random_feasible
+from pseudo_code import p_star_from_weights
 from sketchprop import optimal_probabilities
-from sketchprop.reference import p_star_from_weights
 
 positive = st.floats(1e-12, 1e12, allow_nan=False)
 weight_lists = st.lists(positive, min_size=2, max_size=40)

@@ -236,14 +236,14 @@ def inference() -> dict[str, Any]:
     """Shapes are inferred on uninitialised memory: layers remember no atoms from it."""
     pipe = Pipe("1F1B", sketched(sp.L1(0.25)), sp.L1(0.25), planner=sp.Every(1000))
     planner = pipe.modules[0][0].sketching.planner
-    uses = lambda: sum(known.uses for known in planner._known.values())  # noqa: E731
+    uses = lambda: sum(times for _, times, _ in planner._known.values())  # noqa: E731
     seen: list[int] = []
     forget = planner.forget
     planner.forget = lambda: (seen.append(uses()), forget())
     pipe.step()
     pipe.step()
-    (known,) = planner._known.values()
-    finite = bool(known.atoms.probabilities.isfinite().all())
+    ((_, _, atoms),) = planner._known.values()
+    finite = bool(atoms.probabilities.isfinite().all())
     return {"forgot": seen, "uses": uses(), "finite": finite}
 
 

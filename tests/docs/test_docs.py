@@ -12,7 +12,7 @@ import pytest
 
 import sketchprop as sp
 from docs_pages import DOCS, ROOT, anchors, links, pages
-from sketchprop import distributed, reference
+from sketchprop import distributed
 
 
 def test_the_site(tmp_path):
@@ -64,11 +64,6 @@ def _has_every_page_and_every_public_name(site):
         for name in ("adapters", "everything", "last", "linear", "wide")
     ]
     public += [f"sketchprop.distributed.{name}" for name in distributed.__all__]
-    public += [
-        f"sketchprop.reference.{name}"
-        for name, value in vars(reference).items()
-        if callable(value) and value.__module__ == reference.__name__ and name[0] != "_"
-    ]
     for trainer in ("transformers", "lightning"):
         public.append(f"sketchprop.integrations.{trainer}.SketchCallback")
     assert not [name for name in public if name not in ids]

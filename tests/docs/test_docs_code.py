@@ -142,7 +142,8 @@ def test_make_targets_exist():
 # -- the paper map ---------------------------------------------------------------------------
 
 MAP = (DOCS / "paper-map.md").read_text()
-SYMBOLS = sorted(set(re.findall(r"`((?:sketchprop|experiments|benchmarks)(?:\.\w+)+)`", MAP)))
+SYMBOL = r"`((?:sketchprop|pseudo_code|experiments|benchmarks)(?:\.\w+)+)`"
+SYMBOLS = sorted(set(re.findall(SYMBOL, MAP)))
 
 
 @pytest.mark.parametrize("symbol", SYMBOLS)

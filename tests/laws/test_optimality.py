@@ -7,8 +7,8 @@ import torch
 
 import sketchprop as sp
 from law_table import expectation, layer, random_feasible
+from pseudo_code import lower_bound, p_star_from_weights
 from sketchprop.core.importance import FLOOR
-from sketchprop.reference import lower_bound, p_star_from_weights
 
 SHAPES = [(9, 6, 8), (5, 8, 12), (12, 7, 7), (6, 10, 4)]
 RANKS = [1, 2, 3]

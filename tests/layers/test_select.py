@@ -67,7 +67,6 @@ def taken(model):
         (select.conv, CONVS),
         (select.attention, ATTENTION),
         (select.last, ["head"]),
-        (select.first, ["stem"]),
         (~select.last, ALL[:-1]),
         (select.named("blocks.*"), [n for n in ALL if n.startswith("blocks")]),
         (select.named("blocks.?.up", "head"), ["blocks.0.up", "blocks.1.up", "head"]),
@@ -75,12 +74,12 @@ def taken(model):
         (select.wide(9), []),
         (select.of(nn.Conv2d), CONVS),
         (select.linear & ~select.last & select.named("[!b]*"), ["pool"]),
-        (select.first | select.last, ["stem", "head"]),
+        (select.named("stem") | select.last, ["stem", "head"]),
         (select.linear & (lambda module, name: module.bias.numel() == 16), MLP[::2]),
         ((lambda module, name: name == "pool") | select.last, ["pool", "head"]),
         ((lambda module, name: "0" in name) & select.attention, ["blocks.0.attn"]),
         (~(select.conv | select.attention), LINEAR),
-        (select.where(lambda module, name: False), []),
+        (select.as_selector(lambda module, name: False), []),
     ],
     ids=str,
 )
@@ -94,10 +93,10 @@ def test_filters_are_sets(rule, names):
         assert rule.names(model) == names  # of sketched layers too
 
 
-def test_last_and_first_are_those_of_the_model_not_of_the_others_filter():
+def test_the_last_is_that_of_the_model_not_of_the_others_filter():
     model = Net()
     assert (select.last & select.named("blocks.*")).names(model) == []
-    assert (select.named("blocks.*") & ~select.first & ~select.last).names(model)[0] == ALL[3]
+    assert (select.named("blocks.*") & ~select.last).names(model)[0] == ALL[3]
 
 
 def test_what_is_no_filter_is_refused():

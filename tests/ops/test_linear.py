@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import pseudo_code
 import sketchprop as sp
 from law_table import ATOMS, FIXED, GATED, SKETCHES, by_shape, fixed, layer
 from linear_laws import (
@@ -25,7 +26,6 @@ from linear_laws import (
     rows_of,
     saved_by,
 )
-from sketchprop import reference
 from sketchprop.core.cost import Size
 
 every_sketch = pytest.mark.parametrize("variant", SKETCHES, ids=str)
@@ -80,8 +80,8 @@ def test_the_gate_is_the_identity_in_forward(variant):
 
 def coordinate_reference(name, *, root=False):
     def sketch(G, W, r, u):
-        weights = reference.coordinate_weights(G, W, name)
-        return reference.coordinate_sketch(G, weights.sqrt() if root else weights, r, u)
+        weights = pseudo_code.coordinate_weights(G, W, name)
+        return pseudo_code.coordinate_sketch(G, weights.sqrt() if root else weights, r, u)
 
     return sketch
 
@@ -91,14 +91,14 @@ PSEUDO_CODE = {
     sp.L2: coordinate_reference("l2"),
     sp.Variance: coordinate_reference("var"),
     sp.Diagonal: coordinate_reference("diagonal"),
-    sp.GradientSVD: lambda G, W, r, u: reference.svd_sketch(G, r, u),
-    sp.RankConstrained: reference.rank_constrained_sketch,
+    sp.GradientSVD: lambda G, W, r, u: pseudo_code.svd_sketch(G, r, u),
+    sp.RankConstrained: pseudo_code.rank_constrained_sketch,
 }
 ROOTS = {
     sp.L1: coordinate_reference("l1", root=True),
     sp.L2: coordinate_reference("l2", root=True),
     sp.Variance: coordinate_reference("var", root=True),
-    sp.GradientSVD: lambda G, W, r, u: reference.svd_sketch(G, r, u, root=True),
+    sp.GradientSVD: lambda G, W, r, u: pseudo_code.svd_sketch(G, r, u, root=True),
 }
 
 
@@ -115,7 +115,7 @@ def test_fast_path_is_the_pseudo_code_of_the_paper(method, root, rank):
     x, weight, bias = leaf(X), leaf(W), leaf(torch.randn(6).double())
     for u in torch.rand(10, dtype=torch.float64):
         G_hat = (ROOTS if root else PSEUDO_CODE)[method](G, W, rank, float(u))
-        expected = reference.masked_backward(G_hat, X, W)
+        expected = pseudo_code.masked_backward(G_hat, X, W)
         assert_same(fast(x, weight, bias, sketch, G, fixed(u)), expected, 1e-7)
 
 
@@ -124,16 +124,16 @@ def test_fast_path_is_the_pseudo_code_of_the_masks(p):
     G, W, X = layer(7, 6, 8)
     x, weight, bias = leaf(X), leaf(W), leaf(torch.randn(6).double())
     for method, mask, atoms in [
-        (sp.ColumnMask, reference.per_column_mask, 6),
-        (sp.SampleMask, reference.per_sample_mask, 7),
+        (sp.ColumnMask, pseudo_code.per_column_mask, 6),
+        (sp.SampleMask, pseudo_code.per_sample_mask, 7),
     ]:
         sketch = method(p, sampling="independent", exact_bias=False)
         for u in torch.rand(8, atoms, dtype=torch.float64):
-            expected = reference.masked_backward(mask(G, p, u < p), X, W)
+            expected = pseudo_code.masked_backward(mask(G, p, u < p), X, W)
             assert_same(fast(x, weight, bias, sketch, G, fixed(u)), expected)
     sketch = sp.ElementMask(p, sampling="independent")
     for u in torch.rand(8, 6 + 7, 8, dtype=torch.float64):
-        expected = reference.per_element_backward(G, X, W, p, u[:6] < p, u[6:] < p)
+        expected = pseudo_code.per_element_backward(G, X, W, p, u[:6] < p, u[6:] < p)
         assert_same(fast(x, weight, bias, sketch, G, fixed(u)), expected)
 
 

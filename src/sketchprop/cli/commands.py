@@ -20,7 +20,7 @@ from ..layers.transform import sketch_
 from ..meters import MeasureReport, advise, check_unbiased, measure, plan, trial
 from ..report import html_report, setup_facts
 from ..report.pictures import LossCurves, Picture, noise_chart, plan_chart, save_picture
-from ..sketches import AnySketch, Planner
+from ..sketches import AnySketch
 from .expressions import UsageError, parse_planner, parse_sketch, parse_sketches
 from .show import Progress, complain, say, write_json
 from .tasks import Task, find_device, load_task
@@ -40,33 +40,23 @@ def run_advise(options: Namespace) -> int:
     examples:
       sketchprop advise --model vit --steps 50 --optimizer adamw --minutes 1
       sketchprop advise --model mycode:make --minutes 5 --json advice.json
-          make() returns (model, loss_fn, batches), or (model, loss_fn, batches, optimizer);
-          loss_fn(model, batch) is a scalar
       sketchprop advise --model vit --trial 3 --plot losses.png
     """
     if options.plot and not options.trial:
         raise UsageError("--plot shows the trial's losses; give --trial too")
     task = _task(options)
-    with Progress(sys.stderr) as line:
-        _train(options, task, line)
-        batches = _batches(options, task)
+    with _trained(options, task) as (batches, line):
         line.stage("trying what fits")
-        common: Any = {
-            "control": not options.same_batch,
-            "progress": line.share,
-            "seed": options.seed,
-        }
         model, loss_fn, optimizer = task.model, task.loss_fn, task.optimizer
-        report = advise(
-            model, loss_fn, batches, optimizer=optimizer, minutes=options.minutes, **common
-        )
+        common: Any = {"control": not options.same_batch, "seed": options.seed}
+        common |= {"optimizer": optimizer, "progress": line.share}
+        report = advise(model, loss_fn, batches, minutes=options.minutes, **common)
         if options.trial:
             best = report.closest.name
             others = "" if options.same_batch else ", half of the batch"
             line.stage(f"a trial: exact, {best}{others}, in turns")
-            how = report.candidates[best]
-            common["minutes"] = options.trial
-            result = trial(model, loss_fn, task.batches, optimizer, how, **common)
+            common |= {"sketch": report.candidates[best], "minutes": options.trial}
+            result = trial(model, loss_fn, task.batches, **common)
             report = replace(report, trial=result)
     _finish(options, report, lambda: LossCurves(result))
     return FINE if report.pays else NO
@@ -88,12 +78,12 @@ def run_check(options: Namespace) -> int:
     """
     if options.model is None:
         sketches = [parse_sketch(text) for text in options.sketches]
-        how = {"planner": _planner(options), "draws": options.draws}
+        how = {"planner": parse_planner(options.planner), "draws": options.draws}
         reports = [check_unbiased(sketch, **how) for sketch in sketches]
     else:
         choice = parse_sketches(options.sketches)
         task = _task(options)
-        sketch_(task.model, choice, planner=_planner(options))
+        sketch_(task.model, choice, planner=parse_planner(options.planner))
         (batch,) = task.take(1)
         how = {"draws": options.draws, "seed": options.seed}
         reports = [check_unbiased(task.model, task.loss_fn, batch, **how)]
@@ -118,17 +108,14 @@ def run_measure(options: Namespace) -> int:
       sketchprop measure --model vit --sketch 'Tokens(0.3)'
       sketchprop measure --model vit --sketch 'blocks.*.mlp.*=Rows(0.3)' --draws 16 --plot v.png
       sketchprop measure --model mycode:make --sketch 'Tokens(0.2)' --json report.json
-          make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar; of batches,
-          a list or a loader, as many as --batches are taken
       sketchprop measure --model mlp --steps 469 --sketch '0=L1(0.1)'     only the first layer
     """
     if options.plot and options.no_split:
         raise UsageError("--plot shows V by layer; leave out --no-split")
     choice = parse_sketches(options.sketches)
     task = _task(options)
-    with _calm(task.device), Progress(sys.stderr) as line:
-        _train(options, task, line)
-        report = _measure(options, task, _batches(options, task), choice, line)
+    with _calm(task.device), _trained(options, task) as (batches, line):
+        report = _measure(options, task, batches, choice, line)
     _finish(options, report, lambda: noise_chart(report))
     return FINE if report.pays else NO
 
@@ -143,7 +130,6 @@ def run_plan(options: Namespace) -> int:
     examples:
       sketchprop plan --model vit
       sketchprop plan --model mycode:make --sketch 'Rows(0.3)' --plot plan.png
-          make() returns (model, loss_fn, batches)
     """
     sketch = parse_sketch(options.sketches[0])
     task = _task(options)
@@ -167,21 +153,27 @@ def run_report(options: Namespace) -> int:
       sketchprop report                                   the paper's MLP, Tokens(0.3), random data
       sketchprop report --model vit --sketch 'Tokens(0.3)' --output vit.html
       sketchprop report --model mycode:make --sketch 'blocks.*=Tokens(0.3)' --batches 4 --draws 8
-          make() returns (model, loss_fn, batches); loss_fn(model, batch) is a scalar
     """
     choice = parse_sketches(options.sketches)
     sketches = [s for s in choice.values() if s] if isinstance(choice, dict) else [choice]
     task = _task(options)
-    with _calm(task.device), Progress(sys.stderr) as line:
-        _train(options, task, line)
-        batches = _batches(options, task)
+    with _calm(task.device), _trained(options, task) as (batches, line):
         plans = []
         for sketch in dict.fromkeys(sketches):
             line.stage(f"planning: the backward of each layer with {sketch!r}")
             rounds = max(1, options.rounds)
             plans.append(plan(task.model, task.loss_fn, batches[0], sketch=sketch, rounds=rounds))
         measured = _measure(options, task, batches, choice, line)
-    facts = {**_facts(options, task), **setup_facts(task.device)}
+    parameters = sum(p.numel() for p in task.model.parameters())
+    random = f"random, batches of {options.batch_size}"
+    facts = {
+        "command": shlex.join(["sketchprop", *options.words]),
+        "model": f"{options.model}, {parameters:,} parameters",
+        "data": "the factory's" if ":" in options.model else random,
+        "exact steps before": str(options.steps),
+        "seed": str(options.seed),
+        **setup_facts(task.device),
+    }
     title = options.title or f"{options.model}: does sketching pay?"
     page = html_report(measured, plans, title=title, facts=facts)
     Path(options.output).write_text(page, encoding="utf-8")
@@ -209,24 +201,24 @@ def _calm(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _train(options: Namespace, task: Task, line: Progress) -> None:
-    line.stage(f"training exactly for {options.steps} steps")
-    task.make_optimizer(options.optimizer, options.learning_rate)
-    with unhurried(task.device):
-        task.train(options.steps, line.share)
-
-
-def _batches(options: Namespace, task: Task) -> list[Any]:
-    """As many different batches as were asked for, or all there are, and then it says so."""
-    batches = task.take(options.batches)
-    if len(batches) < 2:
-        raise UsageError(
-            f"{len(batches)} different batch: σ² is a variance between batches, give at least two, "
-            "better eight (--batches)"
-        )
-    if len(batches) < options.batches:
-        complain(f"{len(batches)} batches are different, --batches asked for {options.batches}")
-    return batches
+@contextmanager
+def _trained(options: Namespace, task: Task) -> Iterator[tuple[list[Any], Progress]]:
+    """After --steps: as many different batches as were asked for, or all there are, and then it
+    says so; and a line of progress."""
+    with Progress(sys.stderr) as line:
+        line.stage(f"training exactly for {options.steps} steps")
+        task.make_optimizer(options.optimizer, options.learning_rate)
+        with unhurried(task.device):
+            task.train(options.steps, line.share)
+        batches = task.take(options.batches)
+        if len(batches) < 2:
+            raise UsageError(
+                f"{len(batches)} different batch: σ² is a variance between batches, give at least "
+                "two, better eight (--batches)"
+            )
+        if len(batches) < options.batches:
+            complain(f"{len(batches)} batches are different, --batches asked for {options.batches}")
+        yield batches, line
 
 
 def _measure(
@@ -237,39 +229,9 @@ def _measure(
     line: Progress,
 ) -> MeasureReport:
     line.stage("measuring: variance, FLOPs, saved bytes, times")
-    return measure(
-        task.model,
-        task.loss_fn,
-        batches,
-        sketch,
-        planner=_planner(options),
-        draws=options.draws,
-        split=not options.no_split,
-        rounds=options.rounds,
-        overhead=options.overhead / 1e3,
-        seed=options.seed,
-        minutes=options.minutes,
-        progress=line.share,
-    )
-
-
-def _planner(options: Namespace) -> Planner | None:
-    return None if options.planner is None else parse_planner(options.planner)
-
-
-def _facts(options: Namespace, task: Task) -> dict[str, str]:
-    parameters = sum(p.numel() for p in task.model.parameters())
-    random = f"random, batches of {options.batch_size}"
-    facts = {
-        "command": shlex.join(["sketchprop", *options.words]),
-        "model": f"{options.model}, {parameters:,} parameters",
-        "data": "the factory's" if ":" in options.model else random,
-        "exact steps before": str(options.steps),
-        "seed": str(options.seed),
-    }
-    if options.overhead:
-        facts["overhead of a step"] = f"{options.overhead:g} ms"
-    return facts
+    how = {name: getattr(options, name) for name in ("draws", "rounds", "seed", "minutes")}
+    how |= {"planner": parse_planner(options.planner), "progress": line.share}
+    return measure(task.model, task.loss_fn, batches, sketch, split=not options.no_split, **how)
 
 
 def _finish(options: Namespace, report: Report, picture: Callable[[], Picture]) -> None:

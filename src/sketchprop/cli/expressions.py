@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from .. import sketches as built_in
@@ -26,14 +25,13 @@ def parse_sketch(text: str) -> AnySketch:
     further sketches; anything else is refused before it could run.
     """
     wanted = "a sketch, for example Rows(0.3)"
-    sketch: AnySketch = Expression(text, (Sketch, Split, Tokens), wanted).value()
+    sketch: AnySketch = _made(text, (Sketch, Split, Tokens), wanted)
     return sketch
 
 
-def parse_planner(text: str) -> Planner:
-    """``"Every(50)"``, or a planner of the user's."""
-    planner: Planner = Expression(text, (Planner,), "a planner, for example Every(50)").value()
-    return planner
+def parse_planner(text: str | None) -> Planner | None:
+    """``"Every(50)"``, or a planner of the user's, if there is one."""
+    return None if text is None else _made(text, (Planner,), "a planner, for example Every(50)")
 
 
 def parse_sketches(texts: Sequence[str]) -> AnySketch | dict[str, AnySketch | None]:
@@ -70,65 +68,51 @@ def load_module(path: str) -> Any:
         raise UsageError(f"no module {path!r} here or installed ({error})") from error
 
 
-@dataclass(frozen=True)
-class Expression:
-    """A class and its arguments, as text; nothing but classes of these kinds is called."""
+def _made(text: str, kinds: tuple[type, ...], wanted: str) -> Any:
+    """A class and its arguments, as text, made; or an object of the user's module. Nothing but
+    classes of these kinds is called; ``wanted`` says what was expected, in words."""
+    prefix = re.match(r"([\w.]+):", text.strip())
+    scopes = [load_module(prefix[1]), built_in] if prefix else [built_in]
 
-    text: str
-    kinds: tuple[type, ...]
-    wanted: str
-    """What was expected, in words."""
+    def look_up(name: str) -> Any:
+        """A class of these kinds, or an object of one; nothing else that a module may hold."""
+        meant = next((getattr(scope, name) for scope in scopes if hasattr(scope, name)), None)
+        if meant is None:
+            names = ", ".join(sketch_names())
+            raise UsageError(f"{name!r} is unknown in {text!r}; built-in sketches are {names}")
+        is_class = isinstance(meant, type) and issubclass(meant, kinds)
+        if is_class or isinstance(meant, kinds):
+            return meant
+        raise UsageError(
+            f"{name!r} in {text!r} is a {type(meant).__name__}, not {wanted}, or a class derived "
+            f"from sketchprop.{kinds[0].__name__}"
+        )
 
-    def value(self) -> Any:
-        """The object that is meant; made, or found in the user's module."""
-        prefix = re.match(r"([\w.]+):", self.text.strip())
-        scopes = [load_module(prefix[1])] if prefix else []
-        call = self.text.strip()[prefix.end() if prefix else 0 :]
-        try:
-            node = ast.parse(call, mode="eval").body
-        except SyntaxError:
-            raise self._refusal() from None
-        return self._read(node, [*scopes, built_in])
-
-    def _read(self, node: ast.expr, scopes: Sequence[Any]) -> Any:
+    def read(node: ast.expr) -> Any:
         if isinstance(node, ast.Name):
-            meant = self._look_up(node.id, scopes)
-            if isinstance(meant, self.kinds):
+            meant = look_up(node.id)
+            if isinstance(meant, kinds):
                 return meant
-            raise UsageError(f"{self.text!r} has no budget; type for example {node.id}(0.1)")
+            raise UsageError(f"{text!r} has no budget; type for example {node.id}(0.1)")
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-            raise self._refusal()
-        kind = self._look_up(node.func.id, scopes)
-        if isinstance(kind, self.kinds):
+            raise UsageError(f"{text!r} is not {wanted}")
+        kind = look_up(node.func.id)
+        if isinstance(kind, kinds):
             raise UsageError(
-                f"{self.text!r} calls a sketch that is made already; leave out the brackets"
+                f"{text!r} calls a sketch that is made already; leave out the brackets"
             )
-
-        def argument(part: ast.expr) -> Any:
-            inner = isinstance(part, ast.Call)
-            return self._read(part, scopes) if inner else ast.literal_eval(part)
-
         try:
             values = [argument(part) for part in node.args]
             return kind(*values, **{str(k.arg): argument(k.value) for k in node.keywords})
         except UsageError:
             raise
         except (TypeError, ValueError) as error:
-            raise UsageError(f"{self.text}: {error}") from error
+            raise UsageError(f"{text}: {error}") from error
 
-    def _look_up(self, name: str, scopes: Sequence[Any]) -> Any:
-        """A class of these kinds, or an object of one; nothing else that a module may hold."""
-        meant = next((getattr(scope, name) for scope in scopes if hasattr(scope, name)), None)
-        if meant is None:
-            names = ", ".join(sketch_names())
-            raise UsageError(f"{name!r} is unknown in {self.text!r}; built-in sketches are {names}")
-        is_class = isinstance(meant, type) and issubclass(meant, self.kinds)
-        if is_class or isinstance(meant, self.kinds):
-            return meant
-        raise UsageError(
-            f"{name!r} in {self.text!r} is a {type(meant).__name__}, not {self.wanted}, or a class "
-            f"derived from sketchprop.{self.kinds[0].__name__}"
-        )
+    def argument(part: ast.expr) -> Any:
+        return read(part) if isinstance(part, ast.Call) else ast.literal_eval(part)
 
-    def _refusal(self) -> UsageError:
-        return UsageError(f"{self.text!r} is not {self.wanted}")
+    try:
+        return read(ast.parse(text.strip()[prefix.end() if prefix else 0 :], mode="eval").body)
+    except SyntaxError:
+        raise UsageError(f"{text!r} is not {wanted}") from None

@@ -20,11 +20,15 @@ CODES = """\
 exit codes: 0 fine · 1 biased, or does not pay · 2 could not be run as typed ·
             3 failed on the way, for example in your model · 130 stopped by Ctrl-C"""
 
+MINE = """\
+--model mycode:make, a function of yours: make() returns (model, loss_fn, batches), or these and an
+optimizer; loss_fn(model, batch) is a scalar; of batches, a list or a loader, the first are taken"""
+
 PICTURES = (".png", ".pdf", ".svg")
 
 _TASK = "--model=mlp --batch-size --device"
 _TRAINING = "--steps --optimizer --learning-rate --batches"
-_NOISE = f"--planner {_TRAINING} --draws --no-split --rounds=7 --overhead --minutes"
+_NOISE = f"--planner {_TRAINING} --draws --no-split --rounds=7 --minutes"
 
 COMMANDS: Mapping[Callable[..., int], str] = {
     run_advise: f"{_TASK} {_TRAINING} --minutes=2 --same-batch --trial --plot",
@@ -51,7 +55,7 @@ def parser() -> ArgumentParser:
             run.__name__.removeprefix("run_"),
             help=question,
             description=f"{question}\n\n{about}",
-            epilog=f"examples:\n{examples}\n\n{CODES}",
+            epilog=f"examples:\n{examples}\n\n{MINE}\n\n{CODES}",
             **teaching,
         )
         for name in f"{names} --json --threads --seed --traceback".split():
@@ -112,9 +116,6 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "--learning-rate": _option("of --steps and --trial (0.1 for sgd, 0.001 for adam)", float),
     "--no-split": _switch("only the total V: much cheaper"),
     "--rounds": _option("pairs to time; 0, where FLOPs can give the verdict alone", _natural),
-    "--overhead": _option(
-        "milliseconds of a step outside forward and backward (optimizer, data)", float, 0.0
-    ),
     "--minutes": _option("about how long measuring may take, if there is a limit", float),
     "--device": _option("where: cpu, cuda, mps (the factory's, or cpu)"),
     "--same-batch": _switch("the batch is given: do not try half of it"),

@@ -9,12 +9,6 @@ from .pipeline import SketchedPipelineStage, sketch_stage_
 from .wire import Traffic, WireCounter, WireFormat, WireReport
 
 __all__ = [
-    "SharedDraws",
-    "SketchedPipelineStage",
-    "Traffic",
-    "WireCounter",
-    "WireFormat",
-    "WireReport",
-    "share_draws_",
-    "sketch_stage_",
-]
+    "SharedDraws", "SketchedPipelineStage", "Traffic", "WireCounter", "WireFormat", "WireReport",
+    "share_draws_", "sketch_stage_",
+]  # fmt: skip

@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.compact import ColumnAtoms
 from ..core.importance import column_sums
 from ..core.probabilities import solve_dtype, water_fill
-from ..core.sampling import Uniforms, draw, draw_uniforms
+from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import Vjp
 from ..layers import SketchedLinear
 from ..sketches import ColumnSketch, Planner, Sketch
-from ..sketches.planners import STALE_FLOOR
+from ..sketches.planners import floored
 from .wire import WireCounter
 
 ROWS, DENSE, WEIGHTS = "gradients", "gradients, dense", "weights and draws"
@@ -46,57 +46,52 @@ class _Agreed(ColumnAtoms):
 class SharedDraw(Planner):
     """One layer's columns for this step, the same on all ranks."""
 
-    def __init__(self) -> None:
-        self.sketch: ColumnSketch | None = None
-        self.index: Tensor | None = None
-        self.scale: Tensor | None = None
-        self._used = False
+    def __init__(self, columns: int, device: torch.device) -> None:
+        self.used = False
+        """In this call of the model."""
+        self._zeros = torch.zeros(columns, device=device)
+        self.begin(None)
+
+    def begin(self, sketch: ColumnSketch | None, index: Any = None, scale: Any = None) -> None:
+        """A step for which all ranks agreed on columns, or on none: then each draws its own."""
+        self.sketch, self.index, self.scale = sketch, index, scale
         self.forget()
 
     def forget(self) -> None:
-        """A step begins: nothing was seen, nothing kept."""
-        self.weights: Tensor | None = None
-        self.kept: Tensor | None = None
+        """Nothing was seen, nothing kept."""
+        self.weights, self.kept_rows = self._zeros, self._zeros.bool()
         self.used_twice = False
-
-    def called(self) -> None:
-        """The model's forward pass begins."""
-        self._used = False
 
     def atoms(self, sketch: Sketch, vjp: Vjp) -> ColumnAtoms:
         assert isinstance(sketch, ColumnSketch)
         G = vjp.G
         weights = sketch.roots(vjp).square()
-        self.weights = weights if self.weights is None else self.weights + weights
+        self.weights = self.weights + weights
         # Two uses in one call of the model may lie above each other: with one draw they are biased.
         # Backward passes cannot tell: a reentrant checkpoint has one of its own.
-        self.used_twice |= self._used
-        self._used = True
-        if self.index is None or self.scale is None or sketch != self.sketch or self.used_twice:
-            fresh = sketch.atoms(vjp)
-            index, scale = fresh.choose()
+        self.used_twice |= self.used
+        self.used = True
+        if self.index is None or sketch != self.sketch or self.used_twice:
+            index, scale = sketch.atoms(vjp).choose()
         else:
             # Columns that are not kept are not looked at; a non-finite one must be seen.
             index, scale = self.index, self.scale + 0 * column_sums(G).sum()
-        if self.kept is None:
-            self.kept = torch.zeros(G.shape[-1], dtype=torch.bool, device=G.device)
-        self.kept.index_fill_(0, index, True)
+        self.kept_rows.index_fill_(0, index, True)
         return _Agreed(weights, sketch.rank(G.shape[-1]), index=index, scale=scale)
-
-    def agreed(self, sketch: ColumnSketch, index: Tensor | None, scale: Tensor | None) -> None:
-        self.sketch, self.index, self.scale = sketch, index, scale
-        self.forget()
 
 
 @dataclass(eq=False)
 class _Layer:
     name: str
     module: SketchedLinear
-    draw: SharedDraw = field(default_factory=SharedDraw)
     dense: bool = False
     """Agreed by all ranks: its gradient has rows that its draw did not keep."""
-    spoiled: Tensor | None = None
-    """This rank saw such rows in this step: a number, still on the device."""
+
+    def __post_init__(self) -> None:
+        device = self.module.weight.device
+        self.draw = SharedDraw(self.module.out_features, device)
+        self.spoiled = torch.zeros((), device=device)
+        """1 where this rank saw such rows in this step, still on the device."""
 
     @property
     def sketch(self) -> ColumnSketch:
@@ -115,13 +110,9 @@ class _Layer:
 
     def stray(self, grad: Tensor) -> Tensor:
         """1 where ``grad`` has rows outside of what was drawn, 0 where not; no waiting."""
-        found = grad.ne(0).any(1)  # NaN is not 0
-        if self.draw.kept is not None:
-            found = found & ~self.draw.kept
-        stray = found.any().to(grad.dtype)
-        if self.draw.used_twice:
-            stray = torch.ones_like(stray)
-        self.spoiled = stray if self.spoiled is None else torch.maximum(self.spoiled, stray)
+        unseen = grad.ne(0).any(1) & ~self.draw.kept_rows  # NaN is not 0
+        stray = (unseen.any() | self.draw.used_twice).to(grad.dtype)
+        self.spoiled = torch.maximum(self.spoiled, stray)
         return stray
 
 
@@ -158,12 +149,12 @@ class SharedDraws:
         if not (model.training and torch.is_grad_enabled()):
             return
         for layer in self._layers:
-            layer.draw.called()
+            layer.draw.used = False
         if model._join_config.enable:  # type: ignore[union-attr]
             # Ranks that have no more batches answer reductions, but do not agree on draws.
             self._dense_now = True
             for layer in self._layers:
-                layer.draw.agreed(layer.sketch, None, None)
+                layer.draw.begin(layer.sketch)
         elif self._finished:
             self._finished = False
             self._agree()
@@ -174,7 +165,7 @@ class SharedDraws:
         if not layers:
             return
         device = layers[0].module.weight.device
-        parts = [_of_layer(layer, device) for layer in layers]
+        parts = [_of_layer(layer) for layer in layers]
         seen = torch.cat([*parts, torch.tensor([float(self._dense_next)], device=device)])
         dist.all_reduce(seen, group=self._group)
         self._dense_next = False
@@ -182,7 +173,7 @@ class SharedDraws:
         _check_ranks(layers, parts, self._world)
         for layer, part in zip(layers, parts, strict=True):
             layer.dense = bool(part[0] > 0)
-            layer.spoiled = None
+            layer.spoiled.zero_()
         drawn = [_draw(layer, part[3:]) for layer, part in zip(layers, parts, strict=True)]
         draws = torch.cat(drawn)
         dist.broadcast(draws, src=dist.get_global_rank(self._group, 0), group=self._group)
@@ -190,10 +181,8 @@ class SharedDraws:
         self._dense_now = bool(wish > 0)
         for layer, own in zip(layers, torch.split(draws, [len(d) for d in drawn]), strict=True):
             index, scale = own.chunk(2)
-            if layer.dense or self._dense_now:
-                layer.draw.agreed(layer.sketch, None, None)
-            else:
-                layer.draw.agreed(layer.sketch, index.long(), scale.view(torch.float32))
+            shared = (index.long(), scale.view(torch.float32))
+            layer.draw.begin(layer.sketch, *(() if layer.dense or self._dense_now else shared))
             if layer.dense:
                 layer.module.sketching.planner = None
 
@@ -292,15 +281,10 @@ def _compare_layers(layers: Sequence[_Layer], group: dist.ProcessGroup) -> None:
                 )
 
 
-def _of_layer(layer: _Layer, device: torch.device) -> Tensor:
+def _of_layer(layer: _Layer) -> Tensor:
     """[stray rows seen, r, r², weights...] of this rank."""
-    n = layer.module.out_features
-    weights = layer.draw.weights
-    if weights is None:
-        weights = torch.zeros(n, device=device)
-    stray = torch.zeros((), device=device) if layer.spoiled is None else layer.spoiled
-    size = torch.tensor([layer.rank, layer.rank**2], dtype=torch.float32, device=device)
-    return torch.cat([stray.float().view(1), size, weights.float()])
+    size = layer.spoiled.new_tensor([layer.rank, layer.rank**2])
+    return torch.cat([layer.spoiled.view(1), size, layer.draw.weights]).float()
 
 
 def _check_ranks(layers: Sequence[_Layer], parts: Sequence[Tensor], world: int) -> None:
@@ -316,10 +300,8 @@ def _check_ranks(layers: Sequence[_Layer], parts: Sequence[Tensor], world: int) 
 
 def _draw(layer: _Layer, weights: Tensor) -> Tensor:
     """[indices, 1/p as bits] in int32; what rank 0 makes is what counts."""
-    n, r = len(weights), layer.rank
-    p = water_fill(weights.sqrt(), r)
-    p = torch.where(p.isfinite(), p, r / n) * (1 - STALE_FLOOR) + STALE_FLOOR * r / n
-    index, scale = draw(p, r)
+    r = layer.rank
+    index, scale = floored(ColumnAtoms(water_fill(weights.sqrt(), r), r)).choose()
     bits = scale.to(solve_dtype(weights)).float().view(torch.int32)
     return torch.cat([index.to(torch.int32), bits])
 

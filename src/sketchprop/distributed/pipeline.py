@@ -62,8 +62,8 @@ class SketchedBoundary(ABC):  # as torch's stages: only a like layout can become
         self.counter = counter or WireCounter()
         self._formats, self._arriving, self._leaving = {}, {}, {}
         self._inferred = None
-        self._settings = Settings(self.group, "stage", self.stage_index, self.num_stages)
-        self._settings.announce(f"{type(sketch).__module__}.{sketch!r}")
+        mine = f"{type(sketch).__module__}.{sketch!r}"
+        self._settings = Settings(self.group, self.stage_index, self.num_stages, mine)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         ops: list[dist.P2POp] = super().get_bwd_send_ops(bwd_chunk_id)  # type: ignore[misc]
@@ -91,23 +91,20 @@ class SketchedBoundary(ABC):  # as torch's stages: only a like layout can become
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)  # type: ignore[misc]
 
     def _packed(self, op: dist.P2POp, chunk: int) -> dist.P2POp:
-        dense = op.tensor
-        form = self._format(dense)
+        form = self._format(op.tensor)
+        buffer = op.tensor if form is None else form.pack(op.tensor)
+        self.counter.add(KIND, sent=buffer.nbytes, exact=op.tensor.nbytes)
         if form is None:
-            self.counter.add(KIND, sent=dense.nbytes, exact=dense.nbytes)
             return op
-        buffer = form.pack(dense)
-        self.counter.add(KIND, sent=buffer.nbytes, exact=dense.nbytes)
         self._leaving[chunk].append(buffer)
         return dist.P2POp(op.op, buffer, op.peer, op.group, op.tag)
 
     def _expected(self, op: dist.P2POp, chunk: int) -> dist.P2POp:
-        dense = op.tensor
-        form = self._format(dense)
+        form = self._format(op.tensor)
         if form is None:
             return op
-        buffer = form.empty(dense.device)
-        self._arriving[chunk].append((form, buffer, dense))
+        buffer = form.empty(op.tensor.device)
+        self._arriving[chunk].append((form, buffer, op.tensor))
         return dist.P2POp(op.op, buffer, op.peer, op.group, op.tag)
 
     def _format(self, dense: Tensor) -> WireFormat | None:

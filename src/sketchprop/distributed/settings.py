@@ -10,20 +10,23 @@ from datetime import timedelta
 import torch.distributed as dist
 
 PATIENCE = timedelta(seconds=30)
-"""How long a member waits for its neighbour's settings; it has sent activations already."""
+"""How long a stage waits for its neighbour's settings; it has sent activations already."""
 
 VERSION = 1
 """Of the message's format."""
 
 
 class Settings:
-    """The settings of member ``index`` of ``count``, announced once and compared once.
+    """The settings of stage ``index`` of ``count``, announced once and compared once.
 
-    The store also counts how often each member was announced: the first pipeline's stage 0 is
+    The store also counts how often each stage was announced: the first pipeline's stage 0 is
     compared with the first pipeline's stage 1, whatever came later.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, what: str, index: int, count: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, index: int, count: int, settings: str
+    ) -> None:
+        """Tells the others; waits for nobody."""
         group = group or dist.group.WORLD
         if group is None:
             raise RuntimeError(
@@ -31,33 +34,28 @@ class Settings:
             )
         self._store = group.get_group_store()
         ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
-        self._folder = f"sketchprop/{ranks}/{what}-of-{count}"
-        self._what, self._index = what, index
-        self._mine, self._turn = "", 0
+        self._folder = f"sketchprop/{ranks}/stage-of-{count}"
+        self._index, self._mine = index, f"{settings} (format {VERSION})"
         self._compared: set[int] = set()
-
-    def announce(self, settings: str) -> None:
-        """Tells the others; waits for nobody."""
-        self._mine = f"{settings} (format {VERSION})"
-        self._turn = self._store.add(f"{self._folder}/{self._index}/turns", 1)
-        self._store.set(self._key(self._index), self._mine)
+        self._turn = self._store.add(f"{self._folder}/{index}/turns", 1)
+        self._store.set(self._key(index), self._mine)
 
     def compare(self, other: int) -> None:
-        """Raises where member ``other`` has announced something else, or nothing in time."""
+        """Raises where stage ``other`` has announced something else, or nothing in time."""
         if other in self._compared:
             return
         try:
             self._store.wait([self._key(other)], PATIENCE)
         except RuntimeError as problem:
             raise TimeoutError(
-                f"{self._what} {other} has not said how it sketches, and {self._what} "
-                f"{self._index} sends {self._mine}: sketch every {self._what} alike, or none"
+                f"stage {other} has not said how it sketches, and stage {self._index} sends "
+                f"{self._mine}: sketch every stage alike, or none"
             ) from problem
         theirs = self._store.get(self._key(other)).decode()
         if theirs != self._mine:
             raise ValueError(
-                f"{self._what} {self._index} has {self._mine} and {self._what} {other} has "
-                f"{theirs}: messages would not fit; give every {self._what} the same sketch"
+                f"stage {self._index} has {self._mine} and stage {other} has {theirs}: messages "
+                "would not fit; give every stage the same sketch"
             )
         self._compared.add(other)
 

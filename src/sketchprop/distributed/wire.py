@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,32 +40,26 @@ def check_sendable(sketch: object) -> None:
         )
 
 
-def _no_draw(p: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Numbers for a draw of which only the shape counts: the generator stays as it is."""
-    return p.new_zeros(shape)
-
-
 class WireFormat:
     """One buffer of a fixed size for the sketch of a gradient with a given shape and dtype.
 
-    Indices come first, as int32, then values in the gradient's dtype with 1/p in them. Which
-    parts there are follows from the sketch of a gradient of zeros, so both ends find the same.
+    Indices as int32, values in the gradient's dtype with 1/p in them, each aligned. Which parts
+    there are follows from the sketch of a gradient of zeros, so both ends find the same.
     """
 
     def __init__(self, sketch: Sketch, shape: torch.Size, dtype: torch.dtype, device: torch.device):
         self._sketch = sketch
         self._samples = sketch.samples_of(tuple(shape[:-1]))
         zeros = torch.zeros(shape[:-1].numel(), shape[-1], dtype=dtype, device=device)
-        self._template = self._compact(zeros, _no_draw)
-        parts = list(_tensors(self._template))
-        places: dict[int, tuple[int, int, torch.Size, torch.dtype]] = {}
+        # Only the shapes of this draw count: the generator stays as it is.
+        self._template = self._compact(zeros, lambda p, shape: p.new_zeros(shape))
+        self._places: list[tuple[int, int, torch.Size, torch.dtype]] = []
         self.nbytes = 0
-        for i in sorted(range(len(parts)), key=lambda i: parts[i].is_floating_point()):
-            kind = dtype if parts[i].is_floating_point() else torch.int32
-            size = parts[i].numel() * kind.itemsize
-            places[i] = (self.nbytes, size, parts[i].shape, kind)
+        for part in _tensors(self._template):
+            kind = dtype if part.is_floating_point() else torch.int32
+            size = part.numel() * kind.itemsize
+            self._places.append((self.nbytes, size, part.shape, kind))
             self.nbytes += -(-size // _ALIGN) * _ALIGN
-        self._places = [places[i] for i in range(len(parts))]
 
     def _compact(self, G: Tensor, uniforms: Uniforms = draw_uniforms) -> CompactGradient:
         return self._sketch(Vjp(G, samples=self._samples), uniforms)
@@ -78,22 +72,21 @@ class WireFormat:
         """A draw of the sketch of ``grad``, as bytes."""
         compact = self._compact(grad.reshape(-1, grad.shape[-1]))
         buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=grad.device)
-        for part, (start, size, shape, dtype) in zip(_tensors(compact), self._places, strict=True):
-            buffer[start : start + size].view(dtype).view(shape).copy_(part)
+        for part, place in zip(_tensors(compact), self._parts(buffer), strict=True):
+            place.copy_(part)
         return buffer
+
+    def _parts(self, buffer: Tensor) -> Iterator[Tensor]:
+        """The tensors of a message, as views of its bytes."""
+        for start, size, shape, dtype in self._places:
+            yield buffer[start : start + size].view(dtype).view(shape)
 
     def unpack(self, buffer: Tensor, out: Tensor) -> None:
         """Writes the dense Ĝ of a message into ``out``.
 
         Indices are clamped: bytes that are no message must not write out of range.
         """
-        parts = iter(
-            [
-                buffer[start : start + size].view(dtype).view(shape)
-                for start, size, shape, dtype in self._places
-            ]
-        )
-        out.copy_(_filled(self._template, lambda: next(parts)).dense().view(out.shape))
+        out.copy_(_filled(self._template, self._parts(buffer)).dense().view(out.shape))
 
 
 def wire_format(sketch: Sketch, tensor: Tensor) -> WireFormat | None:
@@ -116,24 +109,23 @@ def _tensors(compact: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _filled(template: Any, part: Callable[[], Tensor]) -> Any:
+def _filled(template: Any, parts: Iterator[Tensor]) -> Any:
     """``template`` with other tensors, in the order of ``_tensors``."""
     sizes = [v for f in fields(template) if isinstance(v := getattr(template, f.name), int)]
     new: dict[str, Any] = {}
     for field in fields(template):
         value = getattr(template, field.name)
         if isinstance(value, Tensor):
-            received = part()
+            received = next(parts)
             if not value.is_floating_point():
                 received = received.long().clamp_(0, sizes[0] - 1)
             new[field.name] = received
         elif is_dataclass(value):
-            new[field.name] = _filled(value, part)
+            new[field.name] = _filled(value, parts)
     return replace(template, **new)
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes of one kind: how many messages, what was sent, what exact training would send."""
 
     messages: int = 0
@@ -154,25 +146,17 @@ class WireReport:
 
     @property
     def total(self) -> Traffic:
-        return Traffic(
-            sum(t.messages for t in self.kinds.values()),
-            sum(t.sent for t in self.kinds.values()),
-            sum(t.exact for t in self.kinds.values()),
-        )
+        return Traffic(*map(sum, zip(Traffic(), *self.kinds.values(), strict=True)))
 
     def as_dict(self) -> dict[str, dict[str, float]]:
         rows = {**self.kinds, "total": self.total}
-        return {
-            kind: {"messages": t.messages, "sent": t.sent, "exact": t.exact, "ratio": t.ratio}
-            for kind, t in rows.items()
-        }
+        return {kind: {**t._asdict(), "ratio": t.ratio} for kind, t in rows.items()}
 
     def __str__(self) -> str:
-        rows = {**self.kinds, "total": self.total}
         return "\n".join(
             f"{kind}: {t.messages} messages, {t.sent:,} bytes sent, {t.exact:,} exact, "
             f"ratio {t.ratio:.4f}"
-            for kind, t in rows.items()
+            for kind, t in {**self.kinds, "total": self.total}.items()
         )
 
 

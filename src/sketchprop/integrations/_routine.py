@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -21,58 +20,6 @@ from ..tuning import Tuner
 
 Metrics = Callable[[nn.Module], Mapping[str, float]]
 """Further values to log, by name, from the model as it is."""
-MakeTuner = Callable[[nn.Module, Any], Tuner]
-"""A tuner from the sketched model and its optimizer, when training begins."""
-
-
-@dataclass(frozen=True)
-class Routine:
-    """What to do to a model while it trains: a function of the step, so it holds no state."""
-
-    sketch: AnySketch | Mapping[str, AnySketch | None] | None
-    filter_fn: Filter | None
-    planner: Planner | None
-    schedule: Schedule | None
-    metrics: Metrics | None
-    rows: int
-    unsketch: bool
-
-    def __post_init__(self) -> None:
-        if self.sketch is None and self.filter_fn is not None:
-            raise TypeError("filter_fn chooses the layers of a sketch: give a sketch with it")
-        if self.schedule is not None and not callable(self.schedule):
-            raise TypeError(
-                f"schedule={self.schedule!r} cannot be called; give a function from the step to "
-                "the budget, for example Ladder({0: 1.0, 500: 0.1})"
-            )
-
-    def begin(self, model: nn.Module, step: int) -> None:
-        """Sketches ``model`` and gives it the budget of ``step``."""
-        if self.sketch is not None:
-            sketch_(model, self.sketch, self.filter_fn, planner=self.planner)
-        self.follow(model, step)
-
-    def follow(self, model: nn.Module, step: int) -> None:
-        """The budget of ``step``; nothing without a schedule."""
-        if self.schedule is not None:
-            set_budget_(model, self.schedule(step))
-
-    def end(self, model: nn.Module) -> None:
-        if self.unsketch:
-            unsketch_(model)
-
-    def values(self, model: nn.Module) -> dict[str, float]:
-        """What there is to log."""
-        logged = {"sketch_kept_flops": kept_flops(model, self.rows)}
-        budgets = {m.sketch.budget for m in model.modules() if isinstance(m, SketchedModule)}
-        if len(budgets) == 1:
-            logged["sketch_budget"] = float(budgets.pop())
-        if self.metrics is not None:
-            logged.update({name: float(value) for name, value in self.metrics(model).items()})
-        return logged
-
-    def __str__(self) -> str:
-        return f"sketch={self.sketch!r}, schedule={self.schedule!r}"
 
 
 class SketchOptions:
@@ -88,6 +35,8 @@ class SketchOptions:
     ``unsketch``: gives the layers their own class back when training ends.
     """
 
+    tuner: Tuner | None = None
+
     def __init__(
         self,
         sketch: AnySketch | Mapping[str, AnySketch | None] | None,
@@ -95,7 +44,7 @@ class SketchOptions:
         schedule: Schedule | None = None,
         *,
         planner: Planner | None = None,
-        tuner: MakeTuner | None = None,
+        tuner: Callable[[nn.Module, Any], Tuner] | None = None,
         log_every: int | None = None,
         metrics: Metrics | None = None,
         rows: int = 128,
@@ -113,10 +62,32 @@ class SketchOptions:
                 f"tuner={tuner!r} cannot be called; give a function that makes one, for example "
                 "lambda model, optimizer: Tuner(model, loss_fn, optimizer=optimizer)"
             )
-        self.routine = Routine(sketch, filter_fn, planner, schedule, metrics, rows, unsketch)
-        self.log_every = log_every
-        self.make_tuner = tuner
-        self.tuner: Tuner | None = None
+        if sketch is None and filter_fn is not None:
+            raise TypeError("filter_fn chooses the layers of a sketch: give a sketch with it")
+        if schedule is not None and not callable(schedule):
+            raise TypeError(
+                f"schedule={schedule!r} cannot be called; give a function from the step to "
+                "the budget, for example Ladder({0: 1.0, 500: 0.1})"
+            )
+        self.sketch, self.filter_fn, self.planner = sketch, filter_fn, planner
+        self.schedule, self.make_tuner = schedule, tuner
+        self.log_every, self.metrics, self.rows = log_every, metrics, rows
+        self.unsketch = unsketch
+
+    def begin(self, model: nn.Module, step: int) -> None:
+        """Sketches ``model`` and gives it the budget of ``step``."""
+        if self.sketch is not None:
+            sketch_(model, self.sketch, self.filter_fn, planner=self.planner)
+        self.follow(model, step)
+
+    def follow(self, model: nn.Module, step: int) -> None:
+        """The budget of ``step``; nothing without a schedule."""
+        if self.schedule is not None:
+            set_budget_(model, self.schedule(step))
+
+    def end(self, model: nn.Module) -> None:
+        if self.unsketch:
+            unsketch_(model)
 
     def start_tuner(self, model: nn.Module, optimizer: Any, steps: float, state: Any) -> None:
         """Makes the tuner, if there is to be one, tells it how many times it will be called, if
@@ -132,11 +103,16 @@ class SketchOptions:
 
     def values(self, model: nn.Module) -> dict[str, float]:
         """What there is to log, with what the tuner found last."""
-        found: dict[str, float] = {}
+        logged = {"sketch_kept_flops": kept_flops(model, self.rows)}
+        budgets = {m.sketch.budget for m in model.modules() if isinstance(m, SketchedModule)}
+        if len(budgets) == 1:
+            logged["sketch_budget"] = float(budgets.pop())
+        if self.metrics is not None:
+            logged.update({name: float(value) for name, value in self.metrics(model).items()})
         if self.tuner is not None and self.tuner.log:
             last = self.tuner.log[-1]
-            found = {f"sketch_{k}": last[k] for k in ("change", "noise") if k in last}
-        return {**self.routine.values(model), **found}
+            logged.update({f"sketch_{k}": last[k] for k in ("change", "noise") if k in last})
+        return logged
 
 
 def added_variance(loss_fn: Loss, batches: Sequence[Any], draws: int = 4) -> Metrics:

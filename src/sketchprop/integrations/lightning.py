@@ -19,14 +19,8 @@ __all__ = ["SketchCallback", "added_variance"]
 
 def _bases() -> tuple[type, ...]:
     """``Callback`` of every Lightning that is installed: each trainer accepts only its own."""
-    names = [
-        name
-        for name, package in (
-            ("lightning.pytorch", "lightning"),
-            ("pytorch_lightning", "pytorch_lightning"),
-        )
-        if find_spec(package) is not None
-    ]
+    packages = ("lightning.pytorch", "pytorch_lightning")
+    names = [name for name in packages if find_spec(name.partition(".")[0]) is not None]
     if not names:
         raise ImportError(
             "sketchprop.integrations.lightning needs Lightning: pip install lightning"
@@ -48,21 +42,19 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
         Trainer(callbacks=[SketchCallback(Tokens(0.3), schedule=Ladder({0: 1.0, 500: 0.3}))])
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._steps = 0
-        self._resumed: dict[str, Any] = {}
-        self._tuner_state: dict[str, Any] | None = None
+    _steps = 0
+    _resumed: dict[str, Any] | None = None
+    _tuner_state: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         # Steps are restored after this hook; each batch sets its own budget.
-        self.routine.begin(pl_module, trainer.global_step)
+        self.begin(pl_module, trainer.global_step)
         # Before the loaders draw their order. A checkpoint holds the first process's state only.
         if self._resumed and trainer.world_size == 1:
             for device in _devices():
                 if str(device) in self._resumed:
                     set_random_state(device, self._resumed[str(device)])
-        self._resumed = {}
+        self._resumed = None
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         self._steps = trainer.global_step
@@ -71,7 +63,7 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
         self._tuner_state = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, *args: Any) -> None:
-        self.routine.follow(pl_module, trainer.global_step)
+        self.follow(pl_module, trainer.global_step)
         if self.tuner is not None:
             self.tuner(args[0])
 
@@ -91,21 +83,23 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
             logger.log_metrics(values, step=step)
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        self.routine.end(pl_module)
+        self.end(pl_module)
+
+    def _routine(self) -> str:
+        return f"sketch={self.sketch!r}, schedule={self.schedule!r}"
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "routine": str(self.routine),
+            "routine": self._routine(),
             "random": {str(device): random_state(device) for device in _devices()},
             "tuner": None if self.tuner is None else self.tuner.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["routine"] != str(self.routine):
+        before, now = state_dict["routine"], self._routine()
+        if before != now:
             warnings.warn(
-                f"the checkpoint was trained with {state_dict['routine']}; it goes on with "
-                f"{self.routine}",
-                stacklevel=2,
+                f"the checkpoint was trained with {before}; it goes on with {now}", stacklevel=2
             )
         self._resumed = state_dict["random"]
         self._tuner_state = state_dict["tuner"]

@@ -43,10 +43,10 @@ class SketchCallback(SketchOptions, TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _before_reporters(self)
         model = kwargs["model"]
-        self.routine.begin(model, state.global_step)
+        self.begin(model, state.global_step)
         # Its entry in trainer_state.json.
-        found = state.stateful_callbacks.get(_TUNER)
-        self.start_tuner(model, kwargs.get("optimizer"), state.max_steps, found)
+        saved = state.stateful_callbacks.get(_TUNER)
+        self.start_tuner(model, kwargs.get("optimizer"), state.max_steps, saved)
         self._inputs: dict[str, Any] = {}
         if self.tuner is not None:
             self._hook = model.register_forward_pre_hook(self._remember, with_kwargs=True)
@@ -57,7 +57,7 @@ class SketchCallback(SketchOptions, TrainerCallback):
             self._inputs = dict(kwargs)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.routine.follow(kwargs["model"], state.global_step)
+        self.follow(kwargs["model"], state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.tuner is not None and self._inputs:
@@ -80,7 +80,7 @@ class SketchCallback(SketchOptions, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.tuner is not None:
             self._hook.remove()
-        self.routine.end(kwargs["model"])
+        self.end(kwargs["model"])
 
 
 def _before_reporters(callback: SketchCallback) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,26 +38,17 @@ class SketchedMultiheadAttention(SketchedModule, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         batched = query.dim() == 3
-        if not (
-            _fits(query, key, value) and self._drops(query, key, value) and self.is_sketching()
-        ):
-            return super().forward(
-                query,
-                key,
-                value,
-                key_padding_mask,
-                need_weights,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
-            )
+        inputs = (query, key, value)
+        if not (_fits(*inputs) and self._drops(*inputs) and self.is_sketching()):
+            rest: Any = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return super().forward(*inputs, *rest)
         if is_causal and attn_mask is None:
             raise RuntimeError(
                 "is_causal=True is a hint about attn_mask, and none was given; pass attn_mask="
                 "nn.Transformer.generate_square_subsequent_mask(length)"
             )
         is_causal = is_causal and key_padding_mask is None and not need_weights
-        q, k, v = (self._heads(x, batched) for x in self._project(query, key, value))
+        q, k, v = (self._heads(x, batched) for x in self._project(*inputs))
         mask = None if is_causal else attn_mask
         k, v, bias = self._keys_and_mask(q, k, v, mask, key_padding_mask, query.dtype)
         dropout = self.dropout if self.training else 0.0
@@ -71,14 +63,7 @@ class SketchedMultiheadAttention(SketchedModule, nn.MultiheadAttention):
         # Sequence first in memory, as the parent returns it: a dropout behind this layer draws
         # its mask in memory order, and must draw the same one under `exact`.
         out = out.permute(2, 0, 1, 3).flatten(2)
-        out = sketched_linear(
-            out,
-            self.out_proj.weight,
-            self.out_proj.bias,
-            self.sketch,
-            planner=self.sketching.planner_of(0),
-            samples=Samples.of(tuple(out.shape[:-1]), 1),
-        )
+        out = self._linear(out, self.out_proj.weight, self.out_proj.bias, part=0, axis=1)
         if not batched:
             out = out.squeeze(1)
         elif self.batch_first:
@@ -106,17 +91,16 @@ class SketchedMultiheadAttention(SketchedModule, nn.MultiheadAttention):
         # Without a batch all rows are tokens of one sample.
         axis = None if query.dim() == 2 else 0 if self.batch_first else 1
         outputs = [
-            sketched_linear(
-                x,
-                W,
-                b,
-                self.sketch,
-                planner=self.sketching.planner_of(part),
-                samples=Samples.of(tuple(x.shape[:-1]), axis),
-            )
-            for part, (x, W, b) in enumerate(self._projections(query, key, value), 1)
+            self._linear(*projection, part, axis)
+            for part, projection in enumerate(self._projections(query, key, value), 1)
         ]
         return [part for out in outputs for part in torch.split(out, self.embed_dim, -1)]
+
+    def _linear(
+        self, x: Tensor, W: Tensor, b: Tensor | None, part: int, axis: int | None
+    ) -> Tensor:
+        planner, samples = self.sketching.planner_of(part), Samples.of(tuple(x.shape[:-1]), axis)
+        return sketched_linear(x, W, b, self.sketch, planner=planner, samples=samples)
 
     def _drops(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether any of the products is smaller; if none is, the parent's forward will do."""

@@ -41,7 +41,9 @@ class _SketchedConv(SketchedModule):
             return f"groups={layer.groups}: only convolutions without groups are sketched"
         if "G" not in sketch.sees or (isinstance(sketch, Split) and sketch.forward is not None):
             return only_linear(sketch)
-        pointwise = max(layer.kernel_size) == 1 and _no_padding(layer)
+        # With kernel 1 both "same" and "valid" add nothing.
+        no_padding = isinstance(layer.padding, str) or max(layer.padding) == 0
+        pointwise = max(layer.kernel_size) == 1 and no_padding
         if not pointwise and not fits_kernels(sketch):
             return only_columns(sketch)
         return ""
@@ -57,8 +59,3 @@ class SketchedConv2d(_SketchedConv, nn.Conv2d):
     """``nn.Conv2d`` with a sketched backward in training mode; otherwise ``nn.Conv2d`` itself."""
 
     plain = nn.Conv2d
-
-
-def _no_padding(layer: nn.Conv1d | nn.Conv2d) -> bool:
-    # With kernel 1 both "same" and "valid" add nothing.
-    return isinstance(layer.padding, str) or max(layer.padding) == 0

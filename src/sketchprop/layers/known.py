@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import TypeVar
 
 from torch import nn
@@ -15,19 +14,15 @@ from .blocks_torch import SketchedTransformerDecoderLayer, SketchedTransformerEn
 from .conv import SketchedConv1d, SketchedConv2d
 from .sketched import SketchedLinear, SketchedModule
 
-BUILT_IN: Mapping[type[nn.Module], type[SketchedModule]] = MappingProxyType(
-    {
-        sketched.plain: sketched
-        for sketched in (SketchedLinear, SketchedConv1d, SketchedConv2d, SketchedMultiheadAttention)
-    }
-)
+BUILT_IN: Mapping[type[nn.Module], type[SketchedModule]] = {
+    sketched.plain: sketched
+    for sketched in (SketchedLinear, SketchedConv1d, SketchedConv2d, SketchedMultiheadAttention)
+}
 
-BLOCKS: Mapping[type[nn.Module], type[SketchedBlock]] = MappingProxyType(
-    {
-        sketched.plain: sketched
-        for sketched in (SketchedTransformerEncoderLayer, SketchedTransformerDecoderLayer)
-    }
-)
+BLOCKS: Mapping[type[nn.Module], type[SketchedBlock]] = {
+    sketched.plain: sketched
+    for sketched in (SketchedTransformerEncoderLayer, SketchedTransformerDecoderLayer)
+}
 
 _MARK = "__sketched_class__"
 _BLOCK_MARK = "__sketched_block__"
@@ -88,8 +83,13 @@ def sketched_class(layer: type[nn.Module]) -> type[SketchedModule] | None:
         return None if issubclass(layer, SketchedBlock) else layer
     if layer in BUILT_IN:
         return BUILT_IN[layer]
-    own: type[SketchedModule] | None = vars(layer).get(_MARK)
-    return own or _transformers_class(layer)
+    marked: type[SketchedModule] | None = vars(layer).get(_MARK)
+    loaded = sys.modules.get("transformers.pytorch_utils")
+    if marked is None and loaded is not None and layer is getattr(loaded, "Conv1D", None):
+        from .gpt2 import SketchedConv1D
+
+        return SketchedConv1D
+    return marked
 
 
 def block_class(block: type[nn.Module]) -> type[SketchedBlock] | None:
@@ -104,12 +104,3 @@ def block_class(block: type[nn.Module]) -> type[SketchedBlock] | None:
     from .blocks_transformers import block_of
 
     return block_of(block)
-
-
-def _transformers_class(layer: type[nn.Module]) -> type[SketchedModule] | None:
-    loaded = sys.modules.get("transformers.pytorch_utils")
-    if loaded is None or layer is not getattr(loaded, "Conv1D", None):
-        return None
-    from .gpt2 import SketchedConv1D
-
-    return SketchedConv1D

@@ -9,7 +9,7 @@ like ``and`` and ``or``, ``&`` and ``|`` ask the right side only where the left 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -18,7 +18,7 @@ from torch import nn
 from .blocks import SketchedBlock
 from .known import block_class, sketched_class
 
-Layers = Mapping[str, nn.Module]
+Layers = dict[str, nn.Module]
 Predicate = Callable[[nn.Module, str], bool]
 
 
@@ -44,22 +44,21 @@ class Selector:
         return [name for name, module in layers.items() if picks(module, name)]
 
     def __and__(self, other: Selector | Predicate) -> Selector:
-        right = as_selector(other)
-
-        def bind(layers: Layers) -> Predicate:
-            a, b = self.bind(layers), right.bind(layers)
-            return lambda module, name: a(module, name) and b(module, name)
-
-        return Selector(f"({self} & {right})", bind)
+        return self._with(other, "&", lambda a, b: lambda *layer: a(*layer) and b(*layer))
 
     def __or__(self, other: Selector | Predicate) -> Selector:
+        return self._with(other, "|", lambda a, b: lambda *layer: a(*layer) or b(*layer))
+
+    def _with(
+        self,
+        other: Selector | Predicate,
+        sign: str,
+        both: Callable[[Predicate, Predicate], Predicate],
+    ) -> Selector:
         right = as_selector(other)
-
-        def bind(layers: Layers) -> Predicate:
-            a, b = self.bind(layers), right.bind(layers)
-            return lambda module, name: a(module, name) or b(module, name)
-
-        return Selector(f"({self} | {right})", bind)
+        return Selector(
+            f"({self} {sign} {right})", lambda layers: both(self.bind(layers), right.bind(layers))
+        )
 
     def __rand__(self, other: Predicate) -> Selector:
         return as_selector(other) & self
@@ -69,8 +68,8 @@ class Selector:
 
     def __invert__(self) -> Selector:
         def bind(layers: Layers) -> Predicate:
-            a = self.bind(layers)
-            return lambda module, name: not a(module, name)
+            picks = self.bind(layers)
+            return lambda module, name: not picks(module, name)
 
         return Selector(f"~{self}", bind)
 
@@ -118,13 +117,7 @@ def as_selector(rule: Selector | Predicate) -> Selector:
             f"{rule!r} is not a filter; give a function (module, name) -> bool, or one of "
             "sketchprop.select, for example select.linear & select.named('blocks.*')"
         )
-    return where(rule)
-
-
-def where(predicate: Predicate) -> Selector:
-    """The layers for which ``predicate(module, name)`` is true."""
-    text = getattr(predicate, "__name__", repr(predicate))
-    return Selector(text, lambda layers: predicate)
+    return Selector(getattr(rule, "__name__", repr(rule)), lambda layers: rule)
 
 
 def named(*patterns: str) -> Selector:
@@ -166,11 +159,8 @@ linear = Selector("linear", (~(conv | attention)).bind)
 """Linear layers: ``nn.Linear``, transformers' ``Conv1D``, and layers made ``sketchable``."""
 
 
-_ADAPTER_PARTS = {"lora_A", "lora_B", "original_module"}
-
-
 def _of_adapter(module: nn.Module, name: str) -> bool:
-    return not _ADAPTER_PARTS.isdisjoint(name.split("."))
+    return not {"lora_A", "lora_B", "original_module"}.isdisjoint(name.split("."))
 
 
 adapters = Selector("adapters", lambda layers: _of_adapter)
@@ -178,21 +168,16 @@ adapters = Selector("adapters", lambda layers: _of_adapter)
 nothing to save, and the unused originals of layers that it trains as copies."""
 
 
-def _end(position: int, rule: Selector) -> Callable[[Layers], Predicate]:
-    def bind(layers: Layers) -> Predicate:
-        picks = rule.bind(layers)
-        names = [name for name, module in layers.items() if picks(module, name)]
-        return lambda module, name: bool(names) and name == names[position]
-
-    return bind
-
-
 everything = Selector("everything", lambda layers: lambda module, name: True)
 """Every layer that can be sketched."""
 
-first = Selector("first", _end(0, everything))
-"""The first layer, which usually needs no input gradient."""
 
-last = Selector("last", _end(-1, linear & ~adapters))
+def _is_last(layers: Layers) -> Predicate:
+    picks = (linear & ~adapters).bind(layers)
+    head = next((n for n, module in reversed(layers.items()) if picks(module, n)), None)
+    return lambda module, name: name == head
+
+
+last = Selector("last", _is_last)
 """The last linear layer, adapters aside: in most models the head, whose gradient all others build
 on."""

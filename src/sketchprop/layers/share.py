@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from .blocks import SketchedBlock
-from .known import sketched_class
+from .known import block_class, sketched_class
+from .select import units_of
 from .sketched import SketchedModule
 
 
@@ -15,16 +15,10 @@ def kept_flops(model: nn.Module, rows: int) -> float:
     By the sketches' own formulas, scoring and solving included; no pass over the model is made.
     """
     exact = kept = 0.0
-    inner: set[nn.Module] = set()
-    for module in model.modules():
-        known = sketched_class(type(module))
-        if isinstance(module, SketchedBlock) and isinstance(module, nn.Module):
-            known = type(module)
-            inner.update(m for m in module.modules() if m is not module)
-        for size in () if known is None or module in inner else known.sizes(module, rows):
+    for unit in units_of(model).values():
+        known = sketched_class(type(unit)) or block_class(type(unit))
+        for size in () if known is None else known.sizes(unit, rows):
+            state = unit.sketching if isinstance(unit, SketchedModule) else None
             exact += size.exact_flops
-            if isinstance(module, SketchedModule):
-                kept += module.sketching.cost(size).total
-            else:
-                kept += size.exact_flops
+            kept += size.exact_flops if state is None else state.cost(size).total
     return kept / exact if exact else 1.0

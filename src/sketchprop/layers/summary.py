@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..sketches import AnySketch, Tokens
 from .blocks import SketchedBlock
 from .choose import refusal
 from .known import BUILT_IN, block_class, sketched_class
-from .sketched import SketchedModule
+from .sketched import SketchedModule, Sketching
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,12 @@ class LayerSummary:
     name: str
     kind: str
     shape: tuple[int, ...]
-    sketch: AnySketch | None
-    kept: float
+    sketch: AnySketch | None = None
+    kept: float = 1.0
     """The share of atoms that the draw keeps, 1.0 for an exact layer."""
-    flops: float
+    flops: float = 1.0
     """Backward FLOPs as a share of the exact ones, scoring and solving included."""
-    note: str
+    note: str = ""
     saved: float = 1.0
     """Rows of the input that this layer keeps for dW, as a share. What another operation keeps
     alive is not freed: ``meters.saved_bytes`` counts by unique storage."""
@@ -49,16 +50,15 @@ class Summary:
         return ""
 
     def tables(self) -> list[Table]:
+        shares = ("kept", f"FLOPs at {self.rows} rows", "saved")
         columns = (
-            *(LAYER, words("kind"), words("shape"), words("sketch"), Column("kept", ".3f")),
-            *(Column(f"FLOPs at {self.rows} rows", ".3f"), Column("saved", ".3f"), words("note")),
+            *(LAYER, words("kind"), words("shape"), words("sketch")),
+            *(Column(title, ".3f") for title in shares),
+            words("note"),
         )
         rows = [
-            (
-                *(layer.name, layer.kind, layer.shape, layer.sketch or "exact", layer.kept),
-                *(layer.flops, layer.saved, layer.note),
-            )
-            for layer in self.layers
+            (la.name, la.kind, la.shape, la.sketch or "exact", la.kept, la.flops, la.saved, la.note)
+            for la in self.layers
         ]
         return [Table("", columns, rows)]
 
@@ -78,94 +78,82 @@ def summary(model: nn.Module, rows: int = 128) -> Summary:
     """
     layers: list[LayerSummary] = []
     states = [m.sketching for m in model.modules() if isinstance(m, SketchedModule)]
-    parts: dict[nn.Module, str] = {}
-    inner: dict[nn.Module, LayerSummary] = {}
     tokens = any(isinstance(m, SketchedBlock) for m in model.modules())
+    parts: dict[nn.Module, LayerSummary] = {}
+    notes: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
+        kind, shape = type(module).__name__, _shape(module)
         if isinstance(module, SketchedBlock):
             layers.append(_block(name, module, rows))
-            inner.update(_parts_of(name, module, rows))
+            parts.update(_parts_of(name, module, rows))
             continue
-        if module in inner:
-            layers.append(inner[module])
+        if module in parts:
+            layers.append(parts[module])
             continue
         if tokens and block_class(type(module)) is not None:
             note = refusal(module, Tokens(1.0)) or "a block that sketch_ did not take"
-            layers.append(LayerSummary(name, type(module).__name__, (), None, 1.0, 1.0, note))
+            layers.append(LayerSummary(name, kind, (), note=note))
         if isinstance(module, nn.MultiheadAttention):
-            parts[module.out_proj] = name
-        shape = _shape(module)
+            notes[module.out_proj] = f"never called itself: a part of {name!r}"
         if shape is None:
             continue
-        kind = type(module).__name__
         if isinstance(module, SketchedModule):
             layers.append(_sketched(name, module, shape, rows))
             continue
-        if module in parts:
-            note = f"never called itself: a part of {parts[module]!r}"
-        elif sketched_class(type(module)) is not None:
-            reasons = [r for r in (refusal(module, s.sketch, s.planner) for s in states) if r]
-            note = reasons[0] if reasons else "not taken by sketch_"
-        else:
-            note = _unknown(module)
-        layers.append(LayerSummary(name, kind, shape, None, 1.0, 1.0, note))
+        if sketched_class(type(module)) is not None:
+            reasons = (refusal(module, state.sketch, state.planner) for state in states)
+            notes.setdefault(module, next(filter(None, reasons), "not taken by sketch_"))
+        note = notes.get(module) or _unknown(module)
+        layers.append(LayerSummary(name, kind, shape, note=note))
     return Summary(rows, tuple(layers))
+
+
+def _shares(
+    state: Sketching, sizes: Sequence[Size], kept: Callable[[Size], float]
+) -> tuple[float, float]:
+    """What is kept of several products, by the exact FLOPs of each, and the FLOPs that are left."""
+    exact = max(1.0, sum(size.exact_flops for size in sizes))
+    flops = sum(state.cost(size).total for size in sizes)
+    return sum(kept(size) * size.exact_flops for size in sizes) / exact, flops / exact
 
 
 def _block(name: str, module: SketchedBlock, rows: int) -> LayerSummary:
     assert isinstance(module, nn.Module)
     state, tokens = module.sketching, module.sketching.sketch
-    sizes = module.sizes(module, rows)
-    exact = sum(size.exact_flops for size in sizes)
-    share = sum(state.cost(size).total for size in sizes) / max(1.0, exact)
     shown = f"rows {tokens.budget:g}, queries {tokens.query_budget:g}, keys {tokens.key_budget:g}"
-    notes = [note for note in (shown, module.left, state.note, state.tuned) if note]
-    kept = tokens.kept(rows, 1, 1)
-    kind = type(module).__name__
-    return LayerSummary(name, kind, (), tokens, kept, share, "; ".join(notes))
+    note = "; ".join(filter(None, (shown, module.left, state.note, state.tuned)))
+    shares = _shares(state, module.sizes(module, rows), lambda _: tokens.kept(rows, 1, 1))
+    return LayerSummary(name, type(module).__name__, (), tokens, *shares, note)
 
 
 def _parts_of(name: str, block: SketchedBlock, rows: int) -> dict[nn.Module, LayerSummary]:
     """A line for each layer of a block that has a weight matrix."""
     assert isinstance(block, nn.Module)
-    lines = {}
-    state = block.sketching
+    lines, state = {}, block.sketching
+
+    def kept(size: Size) -> float:
+        share: float = state.sketch.of(size.part).kept(*size[:3])
+        return 1.0 if size.part == "exact" else share
+
     for inside, module, role in block.parts(block):
         sizes = block.sizes_of(module, role, rows)
-        exact = sum(size.exact_flops for size in sizes)
-        share = sum(state.cost(size).total for size in sizes) / max(1.0, exact)
-        rows_kept = [
-            (1.0 if role == "exact" else state.sketch.of(size.part).kept(*size[:3]))
-            * size.exact_flops
-            for size in sizes
-        ]
-        own = f"{name}.{inside}" if name else inside
-        shape = sizes[0][1:3]
-        sketch = None if role == "exact" else state.sketch
-        note = f"a part of {name!r}: {role}"
-        kind = type(module).__name__
-        lines[module] = LayerSummary(
-            own, kind, shape, sketch, sum(rows_kept) / max(1.0, exact), share, note
-        )
+        own, kind = f"{name}.{inside}" if name else inside, type(module).__name__
+        sketch, note = None if role == "exact" else state.sketch, f"a part of {name!r}: {role}"
+        shares = _shares(state, sizes, kept)
+        lines[module] = LayerSummary(own, kind, sizes[0][1:3], sketch, *shares, note)
     return lines
 
 
 def _sketched(name: str, module: SketchedModule, shape: tuple[int, ...], rows: int) -> LayerSummary:
     assert isinstance(module, nn.Module)
-    kind, state = type(module).__name__, module.sketching
-    sketch = state.sketch
+    kind, state, sketch = type(module).__name__, module.sketching, module.sketch
     sizes = [Size(rows, n, d) for n, d in module.matrices(module)]
+    notes = [repr(state.planner) if state.planner is not None else "", state.tuned]
     if all(sketch.keeps_all(*size[:3]) for size in sizes):
-        note = state.tuned or f"{sketch!r} keeps everything at {rows} rows: exact"
-        return LayerSummary(name, kind, shape, sketch, 1.0, 1.0, note)
-    exact = [size.exact_flops for size in sizes]
-    kept = sum(sketch.kept(*s[:3]) * e for s, e in zip(sizes, exact, strict=True)) / sum(exact)
-    share = sum(state.cost(size).total for size in sizes) / sum(exact)
-    notes = [repr(state.planner)] if state.planner is not None else []
-    if state.tuned:
-        notes.append(state.tuned)
-    saved = sketch.saved_share(rows)
-    return LayerSummary(name, kind, shape, sketch, kept, share, "; ".join(notes), saved)
+        notes = [state.tuned or f"{sketch!r} keeps everything at {rows} rows: exact"]
+    shares = _shares(state, sizes, lambda size: sketch.kept(*size[:3]))
+    note, saved = "; ".join(filter(None, notes)), sketch.saved_share(rows)
+    return LayerSummary(name, kind, shape, sketch, *shares, note, saved)
 
 
 def _shape(module: nn.Module) -> tuple[int, ...] | None:

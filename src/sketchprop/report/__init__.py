@@ -10,7 +10,6 @@ The page is one file: no script, no font, no picture from elsewhere. On the comm
 ``sketchprop report``.
 """
 
-from .page import html_report
-from .setup import setup_facts
+from .page import html_report, setup_facts
 
 __all__ = ["html_report", "setup_facts"]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any
 
-from ..core.table import Column
+import torch
+
+from .._version import __version__
+from ..core.stopwatch import cpu_name
 from ..meters import MeasureReport, PlanReport
 from ..meters.words import plain_data
 from .pictures import BarChart, as_svg, noise_chart, plan_chart, require_matplotlib
-from .setup import setup_facts
 
 
 def html_report(
@@ -29,7 +34,12 @@ def html_report(
     All text is escaped; a layer may have any name. matplotlib draws: ``sketchprop[cli]`` has it.
     """
     require_matplotlib()
-    facts = {**(setup_facts() if facts is None else facts), **_effort(measured)}
+    facts = dict(setup_facts() if facts is None else facts)
+    facts["batches"] = str(measured.variance.batches)
+    facts["draws for each batch"] = str(measured.variance.draws)
+    if measured.times is not None:
+        rounds = measured.times.rounds
+        facts["timed steps"] = f"{rounds} exact and {rounds} sketched in turns, medians"
     charts = [
         BarChart(measured.verdicts(), ()),
         noise_chart(measured),
@@ -51,6 +61,27 @@ def html_report(
     return page
 
 
+def setup_facts(device: torch.device | None = None) -> dict[str, str]:
+    """Versions, processor, threads and the time of day, as words.
+
+    >>> setup_facts()["sketchprop"] == __version__
+    True
+    """
+    facts = {
+        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "sketchprop": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": f"{cpu_name()}, {os.cpu_count()} cores",
+        "threads": str(torch.get_num_threads()),
+    }
+    if device is not None and device.type != "cpu":
+        name = getattr(torch.get_device_module(device), "get_device_name", lambda _: "")
+        facts["device"] = f"{device} {name(device)}".strip()
+    return facts
+
+
 def _template() -> Any:
     try:
         import jinja2
@@ -60,32 +91,7 @@ def _template() -> Any:
             "the HTML report needs jinja2, which torch requires too: pip install jinja2"
         ) from error
 
-    def words(column: Column) -> Markup:
-        return Markup(' class="words"' if column.align == "<" else "")
-
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {
-        "prose": _prose,
-        "svg": lambda chart: Markup(as_svg(chart)),
-        "words": words,
-    }
+    environment.filters["svg"] = lambda chart: Markup(as_svg(chart))
     source = files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(source)
-
-
-def _prose(text: str) -> str:
-    """No line ends between a number and its sign or unit."""
-    for sign in (" ×", " ± ", " %", " ms", " MB", " kB"):
-        text = text.replace(sign, sign.replace(" ", "\u00a0"))
-    return text
-
-
-def _effort(measured: MeasureReport) -> dict[str, str]:
-    effort = {
-        "batches": str(measured.variance.batches),
-        "draws for each batch": str(measured.variance.draws),
-    }
-    if measured.times is not None:
-        rounds = measured.times.rounds
-        effort["timed steps"] = f"{rounds} exact and {rounds} sketched in turns, medians"
-    return effort

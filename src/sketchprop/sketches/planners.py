@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -58,39 +58,63 @@ class Planner(ABC):
         return twin
 
 
+class _Lasting(Planner):
+    """Atoms for any gradient like this one, from a share of the ``rows`` of G, for ``steps``."""
+
+    steps: int
+    rows: float | int
+
+    def __post_init__(self) -> None:
+        check_steps("steps", self.steps)
+        check_share("rows", self.rows)
+
+    def make(self, sketch: Sketch, vjp: Vjp) -> Atoms:
+        """New atoms, with a floor under p."""
+        some_rows = vjp.G[..., :: self._stride(vjp.G.shape[-2]), :]
+        return floored(sketch.lasting_atoms(vjp._replace(G=some_rows)))
+
+    def refusal(self, sketch: Sketch) -> str:
+        if type(sketch).lasting_atoms is not Sketch.lasting_atoms:
+            return ""
+        return (
+            f"{sketch!r} draws from the rows of one gradient: its atoms cannot come from an "
+            "earlier one or from a part of it; use a sketch of columns or directions, for example "
+            "L1(0.1)"
+        )
+
+    def cost(self, sketch: LayerSketch, size: Size) -> Cost:
+        whole = sketch.cost(size, lasting=True)
+        if not size.sides:
+            return whole
+        looked_at = -(-size.B // self._stride(size.B))
+        part = sketch.cost(size._replace(B=looked_at), lasting=True)
+        return whole._replace(
+            scoring=part.scoring / self.steps,
+            scoring_products=part.scoring_products / self.steps,
+            drawing=whole.drawing + size.B * size.n,
+        )
+
+    def _stride(self, B: int) -> int:
+        wanted = self.rows if isinstance(self.rows, int) else self.rows * B
+        return max(1, int(B // max(1, wanted)))
+
+
 @dataclass
-class Fresh(Planner):
+class Fresh(_Lasting):
     """New atoms in each step, from a share of the rows of G.
 
     ``rows``: the share (a float in (0, 1]) or the number (an int) of rows, evenly spaced.
     """
 
+    steps: ClassVar[int] = 1  # type: ignore[misc]
     rows: float | int = 1.0
 
-    def __post_init__(self) -> None:
-        check_share("rows", self.rows)
-
     def atoms(self, sketch: Sketch, vjp: Vjp) -> Atoms:
-        return seen_now(floored(sketch.lasting_atoms(some_rows(vjp, self.rows))), vjp.G)
-
-    def refusal(self, sketch: Sketch) -> str:
-        return cannot_last(sketch)
-
-    def cost(self, sketch: LayerSketch, size: Size) -> Cost:
-        return _spread(sketch, size, 1, self.rows)
+        return seen_now(self.make(sketch, vjp), vjp.G)
 
 
 @dataclass
-class _Known:
-    """Atoms, the shape of gradients that they are for, and how often they were used."""
-
-    atoms: Atoms
-    made_for: tuple[Any, ...]
-    uses: int = 0
-
-
-@dataclass
-class Every(Planner):
+class Every(_Lasting):
     """New atoms every so many ``steps``, and the same ones in between; ``rows`` as in ``Fresh``.
 
     >>> Every(50)
@@ -99,32 +123,22 @@ class Every(Planner):
 
     steps: int
     rows: float | int = 1.0
-    _known: dict[Sketch, _Known] = field(
+    _known: dict[Sketch, tuple[Any, int, Atoms]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-
-    def __post_init__(self) -> None:
-        check_steps("steps", self.steps)
-        check_share("rows", self.rows)
+    """The shape of gradients that atoms were made for, how often they were used, and they."""
 
     def atoms(self, sketch: Sketch, vjp: Vjp) -> Atoms:
         G = vjp.G
         now = (G.shape[:-2], G.shape[-1], G.dtype, G.device)
-        known = self._known.get(sketch)
-        if known is None or known.made_for != now or known.uses >= self.steps:
-            atoms = floored(sketch.lasting_atoms(some_rows(vjp, self.rows)))
-            known = self._known[sketch] = _Known(atoms, now)
-        known.uses += 1
-        return seen_now(known.atoms, G)
+        made_for, uses, atoms = self._known.get(sketch, (None, 0, None))
+        if atoms is None or made_for != now or uses >= self.steps:
+            uses, atoms = 0, self.make(sketch, vjp)
+        self._known[sketch] = (now, uses + 1, atoms)
+        return seen_now(atoms, G)
 
     def forget(self) -> None:
         self._known = {}
-
-    def refusal(self, sketch: Sketch) -> str:
-        return cannot_last(sketch)
-
-    def cost(self, sketch: LayerSketch, size: Size) -> Cost:
-        return _spread(sketch, size, self.steps, self.rows)
 
 
 def floored(atoms: Atoms) -> Atoms:
@@ -142,37 +156,3 @@ def seen_now(atoms: Atoms, G: Tensor) -> Atoms:
     """The same atoms, NaN where the present G is not finite: what is dropped is not looked at."""
     unseen = (0 * column_sums(G)).sum(-1, keepdim=True)
     return replace(atoms, probabilities=atoms.probabilities + unseen)
-
-
-def cannot_last(sketch: Sketch) -> str:
-    """Why the atoms of ``sketch`` cannot serve another gradient; empty if they can."""
-    if type(sketch).lasting_atoms is not Sketch.lasting_atoms:
-        return ""
-    return (
-        f"{sketch!r} draws from the rows of one gradient: its atoms cannot come from an earlier "
-        "one or from a part of it; use a sketch of columns or directions, for example L1(0.1)"
-    )
-
-
-def some_rows(vjp: Vjp, rows: float | int) -> Vjp:
-    """The same with a share of the rows of G, as a view."""
-    return vjp._replace(G=vjp.G[..., :: _stride(vjp.G.shape[-2], rows), :])
-
-
-def _stride(B: int, rows: float | int) -> int:
-    wanted = rows if isinstance(rows, int) else rows * B
-    return max(1, int(B // max(1, wanted)))
-
-
-def _spread(sketch: LayerSketch, size: Size, steps: int, rows: float | int) -> Cost:
-    """The cost with atoms from some of the rows, spread over ``steps``."""
-    whole = sketch.cost(size, lasting=True)
-    if not size.sides:
-        return whole
-    looked_at = -(-size.B // _stride(size.B, rows))
-    part = sketch.cost(size._replace(B=looked_at), lasting=True)
-    return whole._replace(
-        scoring=part.scoring / steps,
-        scoring_products=part.scoring_products / steps,
-        drawing=whole.drawing + size.B * size.n,
-    )

@@ -7,8 +7,8 @@ zero in the layers below, where each of them has p = 1 and nothing is added.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -233,21 +233,15 @@ class ForwardRows(RowSketch):
         return self.rank(B) / max(1, B)
 
 
-_BY: MappingProxyType[str | None, str] = MappingProxyType(
-    {
-        "gradient": "by ‖g_b‖",
-        "gradient_input": "by ‖g_b‖ and ‖x_b‖",
-        "uniform": "the rows that are not zero alike",
-        "nonzero": "all rows that are not zero",
-    }
-)
-_UNITS: MappingProxyType[str | None, str] = MappingProxyType(
-    {
-        "sample": "all tokens of a sample together",
-        "token": "each row by itself",
-        None: "by the kind of layer",
-    }
-)
-_FORWARD_BY: MappingProxyType[str | None, str] = MappingProxyType(
-    {"input": "by ‖x_b‖", "uniform": "all rows alike"}
-)
+_BY: Mapping[str | None, str] = {
+    "gradient": "by ‖g_b‖",
+    "gradient_input": "by ‖g_b‖ and ‖x_b‖",
+    "uniform": "the rows that are not zero alike",
+    "nonzero": "all rows that are not zero",
+}
+_UNITS: Mapping[str | None, str] = {
+    "sample": "all tokens of a sample together",
+    "token": "each row by itself",
+    None: "by the kind of layer",
+}
+_FORWARD_BY: Mapping[str | None, str] = {"input": "by ‖x_b‖", "uniform": "all rows alike"}

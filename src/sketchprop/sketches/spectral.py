@@ -93,25 +93,13 @@ class SpectralSketch(Sketch):
         B, n, d, *_ = size
         m = n if lasting else min(B, n)
         r = self.rank(m)
-        return Cost(
-            products=2 * r * d * (B + n) * size.sides,  # dX = left (right W), dW = rightᵀ (leftᵀ X)
-            scoring=self.eigen_count(lasting) * EIGEN_FLOPS * m**3,
-            drawing=drawing_flops(m, r, self.sampling) + r * B,
-            scoring_products=self.gram_flops(size, lasting),
-            drawing_products=2 * r * n * (B if lasting else self.factor_rows(B, n)),
-        )
-
-    def eigen_count(self, lasting: bool) -> int:
-        """How many eigen-decompositions it takes to make the atoms."""
-        return 1
-
-    def factor_rows(self, B: int, n: int) -> int:
-        """Rows of the matrix that the kept directions are multiplied with."""
-        return B
+        products = 2 * r * d * (B + n) * size.sides  # dX = left (right W), dW = rightᵀ (leftᵀ X)
+        drawing = drawing_flops(m, r, self.sampling) + r * B
+        return Cost(products, drawing=drawing).plus(self.solving(size, m, lasting))
 
     @abstractmethod
-    def gram_flops(self, size: Size, lasting: bool) -> float:
-        """Matrix products to make the atoms."""
+    def solving(self, size: Size, m: int, lasting: bool) -> Cost:
+        """FLOPs to make the ``m`` atoms, and Ĝ of those that are kept."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -141,9 +129,10 @@ class GradientSVD(SpectralSketch):
         w = positive(w)
         return w.sqrt() if self.root else w
 
-    def gram_flops(self, size: Size, lasting: bool) -> float:
-        B, n, *_ = size
-        return 2 * n * n * B if lasting else 2 * min(B, n) * n * B
+    def solving(self, size: Size, m: int, lasting: bool) -> Cost:
+        Bn = size.B * size.n
+        products = {"scoring_products": 2 * m * Bn, "drawing_products": 2 * self.rank(m) * Bn}
+        return Cost(0, EIGEN_FLOPS * m**3, **products)
 
 
 @dataclass(frozen=True, repr=False)
@@ -198,26 +187,19 @@ class RankConstrained(SpectralSketch):
         w, P = descending_eigen(gram + alpha * (A @ A.mT))
         return positive(w), P
 
-    def eigen_count(self, lasting: bool) -> int:
-        return 2 if lasting else 1
-
-    def factor_rows(self, B: int, n: int) -> int:
-        return min(B, n)
-
-    def cost(self, size: Size, *, lasting: bool = False) -> Cost:
+    def solving(self, size: Size, m: int, lasting: bool) -> Cost:
         B, n, d, *_ = size
-        cost = super().cost(size, lasting=lasting)
-        if not size.sides:
-            return cost
-        tall = n < B and not lasting
-        qr = 2 * B * n * n + 4 * B * n * self.rank(n) if tall else 0
-        return cost.plus(Cost(0, qr + (0 if self.paper else 2 * n * d)))
-
-    def gram_flops(self, size: Size, lasting: bool) -> float:
-        B, n, d, *_ = size
-        m = n if lasting else min(B, n)
-        inner = 2 * m * n * d + 2 * m * m * d + (0 if self.paper else 2 * m * m * n)
-        return inner + (2 * n * n * B + 8 * n**3 if lasting else 0)
+        r = self.rank(m)
+        qr = 2 * B * n * n + 4 * B * n * r if n < B and not lasting else 0
+        eigen = (2 if lasting else 1) * EIGEN_FLOPS * m**3
+        ridge, ridge_products = (0, 0) if self.paper else (2 * n * d, 2 * m * m * n)
+        inner = 2 * m * n * d + 2 * m * m * d + ridge_products
+        return Cost(
+            products=0,
+            scoring=eigen + qr + ridge,
+            scoring_products=inner + (2 * n * n * B + 8 * n**3 if lasting else 0),
+            drawing_products=2 * r * n * (B if lasting else m),
+        )
 
 
 RIDGE = 1e-3

@@ -75,11 +75,8 @@ class Split:
 
     def __call__(self, vjp: Vjp, uniforms: Uniforms = draw_uniforms) -> TwoSided:
         """Draws both sides, where X is whole; layers draw rows of X in forward."""
-        drawn = [
-            Whole(vjp.G) if side is None else side(vjp, uniforms)
-            for side in (self.input, self.weight)
-        ]
-        return TwoSided(drawn[0], drawn[1])
+        sides = (self.input, self.weight)
+        return TwoSided(*(Whole(vjp.G) if side is None else side(vjp, uniforms) for side in sides))
 
     def keeps_all(self, B: int, n: int, d: int) -> bool:
         return all(side.keeps_all(B, n, d) for side in self.sides)
@@ -93,12 +90,10 @@ class Split:
             (self.input, size._replace(weight_grad=False)),
             (self.weight, size._replace(input_grad=False)),
         ):
-            exact = side is None or side.keeps_all(size.B, size.n, size.d)
-            total = total.plus(
-                Cost(owed.exact_flops)
-                if side is None or exact
-                else side.cost(owed, lasting=lasting)
-            )
+            if side is None or side.keeps_all(*size[:3]):
+                total = total.plus(Cost(owed.exact_flops))
+            else:
+                total = total.plus(side.cost(owed, lasting=lasting))
         return total
 
     def saved_share(self, B: int) -> float:

@@ -14,17 +14,15 @@ ROOM = 1.25
 """Most queries of one sample, as a multiple of the even share."""
 
 
-def default_queries(budget: float | int) -> float:
-    """At equal shares attention makes much of the noise, so that it keeps a tenth more."""
-    return 1.0 if isinstance(budget, int) else min(1.0, round(budget + 0.1, 10))
+QUERIES, KEYS = 0.1, 0.4
+"""More shares than of rows, unless given. At equal shares attention makes much of the noise, so
+that it keeps a tenth more; 0.7 of the rows of K and V at a budget of 0.3 add next to no noise.
+``python -m experiments noise`` measures what each choice adds."""
 
 
-def default_keys(budget: float | int) -> float:
-    """Rows of K and V: 0.7 of them at a budget of 0.3, which adds next to no noise.
-
-    ``python -m experiments noise`` measures what each choice adds.
-    """
-    return 1.0 if isinstance(budget, int) else min(1.0, round(budget + 0.4, 10))
+def more(budget: float | int, share: float) -> float:
+    """A larger budget; all where it is a number of rows."""
+    return 1.0 if isinstance(budget, int) else min(1.0, round(budget + share, 10))
 
 
 def check_save(save: object) -> None:
@@ -76,9 +74,9 @@ class Tokens:
             if name == "budget" or value is not None:
                 object.__setattr__(self, name, check_budget(value))
         check_save(self.save)
-        rows, usual = self.budget, default_queries(self.budget)
+        rows, usual = self.budget, more(self.budget, QUERIES)
         queries = usual if self.queries is None else self.queries
-        keys = default_keys(rows) if self.keys is None else self.keys
+        keys = more(rows, KEYS) if self.keys is None else self.keys
         # Where rows are drawn among hardly more queries a tight bound would hold for the rows too:
         # there it is the room that the default number of queries would have.
         shares = isinstance(rows, float) and isinstance(queries, float)
@@ -97,7 +95,7 @@ class Tokens:
         return Rows(budgets.get(part, self.budget))
 
     def keeps_all(self, B: int, n: int, d: int) -> bool:
-        return all(self.of(part).keeps_all(B, n, d) for part in PARTS)
+        return all(self.of(part).keeps_all(B, n, d) for part in ("rows", "queries", "keys"))
 
     def kept(self, B: int, n: int, d: int) -> float:
         return self.rest.kept(B, n, d)
@@ -115,7 +113,3 @@ class Tokens:
 
     def __repr__(self) -> str:
         return as_call(self)
-
-
-PARTS = ("rows", "queries", "keys")
-"""What a linear layer of a block can be a part of."""

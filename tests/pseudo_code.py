@@ -1,7 +1,6 @@
 """The paper's pseudo-code, literally: loops, full-size masks, and its own mistakes noted.
 
-For tests and documentation only. Nothing in the library imports it; everything in the library is
-tested against it. ``G: [B, n]``, ``X: [B, d]``, ``W: [n, d]``, float64.
+The library is tested against it. ``G: [B, n]``, ``X: [B, d]``, ``W: [n, d]``, float64.
 """
 
 from __future__ import annotations
