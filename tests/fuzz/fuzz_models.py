@@ -26,6 +26,7 @@ from fuzz_layers import (
     leaves_of,
     same_kinds,
 )
+from fuzz_mutations import MUTATIONS, mutate
 from sketchprop.zoo import Block
 
 WORDS = 11
@@ -89,11 +90,12 @@ class Model(Sketched):
     everything: bool = False
     """Whether the last layer is taken as well."""
     steps: tuple[str, ...] = ()
+    mutation: str = ""
 
     simplest: ClassVar[dict[str, Any]] = {
         "kind": "zoo", "depth": 1, "samples": 1, "tokens": 2, "dropout": 0.0, "kv_heads": 2,
         "dtype": torch.float64, "direction": "normal", "device": "cpu", "norm_first": True,
-        "batch_first": True,
+        "batch_first": True, "mutation": "",
     }  # fmt: skip
 
     @classmethod
@@ -122,6 +124,7 @@ class Model(Sketched):
             device="meta" if rng.random() < 0.05 else "cpu",
             everything=rng.random() < 0.3,
             steps=tuple(pick(rng, *STEPS) for _ in range(rng.randint(0, 2))),
+            mutation=pick(rng, *MUTATIONS) if blocks and rng.random() < 0.4 else "",
         )
 
     # --- what is tried ---
@@ -147,6 +150,8 @@ class Model(Sketched):
             model = OfTransformers(self._of_transformers(), self.kind, self._mask())
         else:
             model = self._tower()
+        if self.mutation:
+            mutate(model, self.mutation, self.seed)
         model.to(self.dtype).train()
         if self.frozen:
             rng = random.Random(self.seed)
@@ -257,7 +262,7 @@ class Model(Sketched):
         try:
             model = self.sketched(plain)
         except ValueError as error:
-            if "no layer can take" in str(error):
+            if "no layer can take" in str(error) or "has no layer" in str(error):
                 raise Nothing(str(error)) from None
             raise
         try:
@@ -267,7 +272,12 @@ class Model(Sketched):
         if self.device == "meta":
             self._meta(plain, model, x)
             return
-        z = self.forward(model, x)
+        try:
+            z = self.forward(model, x)
+        except ValueError as error:  # refused, by name
+            if "mixes rows" in str(error) or "random numbers" in str(error):
+                raise Nothing(str(error)) from None
+            raise
         same("forward", [z.detach()], [y.detach()], self.tolerance)
         G = self._direction(y)
         truth = self.gradients(plain, x, G)

@@ -365,11 +365,14 @@ def read(module: nn.Module) -> RowWise | None:
 
 
 def _norm(layer: Any) -> RowWise | None:
-    if len(layer.normalized_shape) != 1 or layer.eps is None:
+    if len(layer.normalized_shape) != 1:
         return None
-    if type(layer) is nn.RMSNorm:
-        return RowWise.of((RMSNorm(layer.eps), (layer.weight,)))
-    return RowWise.of((LayerNorm(layer.eps), (layer.weight, layer.bias)))
+    if type(layer) is nn.LayerNorm:
+        return RowWise.of((LayerNorm(layer.eps), (layer.weight, layer.bias)))
+    eps = layer.eps
+    if eps is None and layer.weight is not None and layer.weight.dtype.itemsize >= 4:
+        eps = torch.finfo(layer.weight.dtype).eps  # as torch has it, where nothing is narrow
+    return None if eps is None else RowWise.of((RMSNorm(eps), (layer.weight,)))
 
 
 def _linear(layer: Any) -> RowWise | None:
