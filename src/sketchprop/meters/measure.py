@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
-from ..core.table import LAYER, Column, Table, as_text, words
+from ..core.table import LAYER, Column, Report, Table, words
 from ..layers.transform import exact
 from ..sketches import AnySketch, Planner
 from .cost.flops import FlopsReport, measure_flops
@@ -22,15 +22,17 @@ from .noise.pace import DROWNED
 from .noise.variance import Progress, VarianceReport, measure_variance
 from .restore import check_minutes, check_model, restored
 from .verdict import Verdict, criterion
-from .words import amount, change_in_words, plain_data, ratio, with_error
+from .words import amount, change_in_words, ratio, with_error
 
 LEAST_BESIDE = 9
 """Passes of ``measure`` beside a draw for each batch: FLOPs, bytes, two rounds of times."""
 
 
 @dataclass(frozen=True)
-class MeasureReport:
+class MeasureReport(Report):
     """The answer of ``measure``: printable, ``.pays``, ``.as_dict()``."""
+
+    ANSWERS: ClassVar[tuple[str, ...]] = ("pays", "reliable", "equivalent_batch")
 
     variance: VarianceReport
     flops: FlopsReport
@@ -63,7 +65,12 @@ class MeasureReport:
     @property
     def pays(self) -> bool:
         """Whether ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), by a V that is not a lower bound only."""
-        return self.verdict.pays and self.variance.reliable
+        return self.verdict.pays and self.reliable
+
+    @property
+    def reliable(self) -> bool:
+        """Whether V is known, and not only a lower bound of it."""
+        return self.variance.reliable
 
     @property
     def equivalent_batch(self) -> float:
@@ -73,22 +80,10 @@ class MeasureReport:
         """
         return 1 / (1 + self.relative.value)
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            **{field.name: plain_data(getattr(self, field.name)) for field in fields(self)},
-            "pays": self.pays,
-            "reliable": self.variance.reliable,
-            "equivalent_batch": self.equivalent_batch,
-            "kept_flops": self.flops.kept,
-        }
-
-    def __str__(self) -> str:
-        return as_text(self)
-
     def answer(self) -> tuple[str, str]:
         """ "yes", "no" or "open", and the same in a few words."""
         verdict = self.verdict
-        if not self.variance.reliable:
+        if not self.reliable:
             if verdict.pays:
                 return "open", "Not known: more noise than was seen."
             return "no", "No: it does not pay, and there may be more noise than was seen."
@@ -112,7 +107,7 @@ class MeasureReport:
             f"steps. Together {with_error(verdict.change, verdict.error)}: "
             f"{change_in_words(verdict.change, what)} to the same accuracy."
         ]
-        if self.variance.reliable and not verdict.certain:
+        if self.reliable and not verdict.certain:
             sentences.append(
                 "That is within two standard errors of no change: more batches, draws and rounds "
                 "would tell."
@@ -139,12 +134,7 @@ class MeasureReport:
         return "\n".join([self.answer()[1], *self.explanation()])
 
     def tables(self) -> list[Table]:
-        return [
-            self.figures(),
-            self.verdicts(),
-            self.noise_by_layer(),
-            self.memory_by_layer(),
-        ]
+        return [self.figures(), self.noise_by_layer(), self.memory_by_layer()]
 
     def figures(self) -> Table:
         """What a sketched step is over an exact one: time, memory, variance, FLOPs, all in all."""
@@ -173,23 +163,6 @@ class MeasureReport:
             rows.insert(0, ("time of a step", ratio(times.ratio), seconds))
         columns = (words("a sketched step"), Column("over exact"), words("namely"))
         return Table("In short", columns, rows)
-
-    def verdicts(self) -> Table:
-        """ρ(V)/ρ(0), (‖g‖² + σ² + V)/(‖g‖² + σ²) and their product, by time and by FLOPs."""
-        columns = (
-            *(words("judged"), Column("a step costs"), Column("steps")),
-            *(Column("in all"), words("pays")),
-        )
-        rows = [
-            (
-                *(f"by {v.basis}", ratio(v.cost), ratio(v.steps), with_error(v.change, v.error)),
-                ("yes" if v.pays else "no") + ("" if v.certain else ", within its error"),
-            )
-            for v in (self.by_time, self.by_flops)
-            if v is not None
-        ]
-        note = "What a step costs × how many are needed, over exact training. Below 1 is a gain."
-        return Table("Cost × steps", columns, rows, note)
 
     def noise_by_layer(self) -> Table:
         """V by the layer that injected it; no rows if it was not split."""

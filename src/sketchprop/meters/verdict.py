@@ -6,16 +6,17 @@ The paper's criterion, ρ(V)(σ² + V) ≤ ρ(0)σ², is its limit for a mean gr
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 from .noise.estimate import Estimate
-from .words import plain_data, ratio, with_error
 
 
 @dataclass(frozen=True)
 class Verdict:
     """SGD needs ∝ ‖g‖² + σ² + V steps of cost ρ: the change of the cost to a given accuracy."""
+
+    ANSWERS: ClassVar[tuple[str, ...]] = ("pays", "certain")
 
     basis: str
     """What ρ is: "time" or "FLOPs"."""
@@ -36,19 +37,6 @@ class Verdict:
     def certain(self) -> bool:
         """Whether the change differs from 1 by more than two standard errors."""
         return abs(self.change - 1) > 2 * self.error
-
-    def as_dict(self) -> dict[str, Any]:
-        numbers = {k: plain_data(v) for k, v in asdict(self).items()}
-        return {**numbers, "pays": self.pays, "certain": self.certain}
-
-    def __str__(self) -> str:
-        answer = "pays" if self.pays else "does not pay"
-        doubt = "" if self.certain else ", within its error"
-        change = with_error(self.change, self.error)
-        return (
-            f"by {self.basis}: {answer}{doubt}: a step costs {ratio(self.cost)} and "
-            f"{ratio(self.steps)} the steps are needed, {change} in all"
-        )
 
 
 def criterion(

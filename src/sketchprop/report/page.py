@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from ..core.table import Column
+from ..core.table import Column, plain_data
 from ..meters import MeasureReport, PlanReport
-from ..meters.words import plain_data
 from .pictures import BarChart, as_svg, noise_chart, plan_chart, require_matplotlib
 from .setup import setup_facts
 
@@ -31,7 +30,6 @@ def html_report(
     require_matplotlib()
     facts = {**(setup_facts() if facts is None else facts), **_effort(measured)}
     charts = [
-        BarChart(measured.verdicts(), ()),
         noise_chart(measured),
         BarChart(measured.memory_by_layer(), ("exact kB", "sketched kB", "shared kB")),
         *map(plan_chart, plans),

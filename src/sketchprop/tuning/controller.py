@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+from ..core.table import plain_data
 from ..meters.noise.pace import HUGE
-from ..meters.words import plain_data
 from .rule import LADDER, Problem, best, calmed, odds, undrowned
 
 GAIN = 0.02

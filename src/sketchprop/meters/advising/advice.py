@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
 
 from torch import nn
 
-from ...core.table import Column, Table, as_text, words
+from ...core.table import Column, Report, Table, finite, words
 from ..noise.pace import DROWNED
-from ..words import change_in_words, finite, plain_data, ratio, with_error
+from ..words import change_in_words, ratio, with_error
 from .candidates import Candidate
 from .trial import Trial
 
@@ -56,8 +56,10 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Advice:
+class Advice(Report):
     """The answer of ``advise``: printable, ``.pays``, ``.line``, ``.reason``, ``.apply_()``."""
+
+    ANSWERS: ClassVar[tuple[str, ...]] = ("pays", "change", "line", "reason")
 
     options: tuple[Option, ...]
     control: Option | None
@@ -70,7 +72,7 @@ class Advice:
     batches: int
     seconds: float
     warnings: tuple[str, ...]
-    candidates: Mapping[str, Candidate]
+    candidates: Mapping[str, Candidate] = field(repr=False)
     """By the option's name: what to do."""
     trial: Trial | None = None
     """A short training that followed, if it was asked for."""
@@ -152,12 +154,6 @@ class Advice:
         """Sketches ``model`` as advised, in place; leaves it as it is for 'stay exact'."""
         return self.candidates[self.closest.name].apply_(model) if self.pays else model
 
-    def as_dict(self) -> dict[str, Any]:
-        answer = {name: getattr(self, name) for name in ("pays", "change", "line", "reason")}
-        measured = {k: v for k, v in vars(self).items() if k != "candidates"}
-        data: dict[str, Any] = plain_data({**answer, **measured})
-        return data
-
     def headline(self) -> str:
         if self.pays:
             first = f"It pays: {change_in_words(self.change, 'time')} to the same quality."
@@ -218,9 +214,6 @@ class Advice:
             note += f" {self.live:.0%} of the gradient's rows are not zero, the others are padding."
         candidates = Table("Candidates", columns, rows, note)
         return [candidates, *([] if self.trial is None else self.trial.tables())]
-
-    def __str__(self) -> str:
-        return as_text(self)
 
 
 def _change(option: Option) -> float:

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ...layers import SketchedModule
 from ...layers.transform import exact
@@ -29,6 +25,8 @@ from .shapes import recorded_uses
 @dataclass(frozen=True)
 class FlopsReport:
     """FLOPs of one step of a model."""
+
+    ANSWERS: ClassVar[tuple[str, ...]] = ("kept",)
 
     forward: float
     exact_backward: float

@@ -37,13 +37,6 @@ class LayerBytes:
     holders: tuple[str, ...] = ()
     """Who else keeps it: layers by name, ``(others)`` for all that is no layer, ``(batch)``."""
 
-    @property
-    def note(self) -> str:
-        """Why a sketch that saves less here frees less than it seems; empty if it frees all."""
-        if not self.shared:
-            return ""
-        return f"{self.shared} of {self.saved} bytes are kept alive by {', '.join(self.holders)}"
-
 
 @dataclass(frozen=True)
 class MemoryReport:
