@@ -19,7 +19,6 @@ from sketchprop.meters import Advice, Candidate, Option
 from sketchprop.meters.advising import meter
 from sketchprop.meters.advising.advice import OUT_OF_TIME
 from sketchprop.meters.advising.candidates import rows_seen
-from sketchprop.meters.advising.meter import _Draw, _times_of
 from sketchprop.zoo import ViT
 
 TOKENS = Option(
@@ -152,15 +151,6 @@ def test_where_most_were_not_tried_there_is_no_answer_yet():
 
 def test_a_signal_that_noise_hides_is_said_so():
     assert "noise hides the gradient" in str(replace(advice(TOKENS), signal=0.0))
-
-
-def test_draws_that_share_an_exact_pass_are_one_measurement():
-    """An exact pass that was slow by chance makes no ratio certain, however many draws it has."""
-    slow, usual = ([_Draw([0.0], exact, 1.0)] * 4 for exact in (4.0, 1.0))
-    times = _times_of([*slow, *usual])
-    assert times.rounds == 2
-    assert times.ratio == (0.25 + 1) / 2
-    assert times.ratio_error > 0.3
 
 
 @pytest.mark.parametrize("busy", [True, False])

@@ -4,12 +4,11 @@ from .advising import Advice, Candidate, Moment, Option, Trial, Way, advise, tri
 from .cost.flops import FlopsReport, measure_flops
 from .cost.memory import MemoryReport, saved_bytes
 from .cost.timing import Times, step_times
-from .measure import MeasureReport, measure
+from .measure import MeasureReport, Verdict, criterion, measure
 from .noise.estimate import Estimate
 from .noise.variance import VarianceReport, measure_variance
 from .plan import PlanReport, plan
 from .unbiased import UnbiasedReport, check_unbiased, expected_gradients
-from .verdict import Verdict, criterion
 
 __all__ = [
     "Advice",

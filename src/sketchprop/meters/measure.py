@@ -1,4 +1,8 @@
-"""What a sketch costs and what it saves, measured on your model, data and machine."""
+"""What a sketch costs and what it saves, measured on your model, data and machine.
+
+Does it pay? ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²). The paper's criterion, ρ(V)(σ² + V) ≤ ρ(0)σ², is
+its limit for a mean gradient g of zero.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,60 @@ from .noise.gradients import Loss
 from .noise.pace import DROWNED
 from .noise.variance import Progress, VarianceReport, measure_variance
 from .restore import check_minutes, check_model, restored
-from .verdict import Verdict, criterion
 from .words import amount, change_in_words, ratio, with_error
 
 LEAST_BESIDE = 9
 """Passes of ``measure`` beside a draw for each batch: FLOPs, bytes, two rounds of times."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """SGD needs ∝ ‖g‖² + σ² + V steps of cost ρ: the change of the cost to a given accuracy."""
+
+    ANSWERS: ClassVar[tuple[str, ...]] = ("pays", "certain")
+
+    basis: str
+    """What ρ is: "time" or "FLOPs"."""
+    cost: float
+    """ρ(V)/ρ(0): a sketched step over an exact one."""
+    steps: float
+    """(‖g‖² + σ² + V)/(‖g‖² + σ²): how many times more steps."""
+    change: float
+    """Their product: below 1 sketching pays, 0.8 means a fifth less to the same accuracy."""
+    error: float
+    """Its standard error."""
+
+    @property
+    def pays(self) -> bool:
+        return self.change <= 1
+
+    @property
+    def certain(self) -> bool:
+        """Whether the change differs from 1 by more than two standard errors."""
+        return abs(self.change - 1) > 2 * self.error
+
+
+def criterion(
+    relative: Estimate,
+    cost: float,
+    cost_error: float = 0.0,
+    basis: str = "time",
+    signal: float = 0.0,
+) -> Verdict:
+    """The verdict for V/σ², the cost ratio ρ(V)/ρ(0) and ``signal``, ‖g‖²/σ².
+
+    Errors are propagated to first order; that of ``signal`` is not in them.
+
+    >>> criterion(Estimate(0.5, 0.0), 0.6).pays
+    True
+    >>> criterion(Estimate(0.5, 0.0), 0.7).pays
+    False
+    >>> criterion(Estimate(0.5, 0.0), 0.7, signal=1.0).pays
+    True
+    """
+    steps = 1 + relative.value / (1 + signal)
+    error = math.hypot(cost * relative.error / (1 + signal), steps * cost_error)
+    return Verdict(basis, cost, steps, cost * steps, error)
 
 
 @dataclass(frozen=True)
@@ -134,7 +187,7 @@ class MeasureReport(Report):
         return "\n".join([self.answer()[1], *self.explanation()])
 
     def tables(self) -> list[Table]:
-        return [self.figures(), self.noise_by_layer(), self.memory_by_layer()]
+        return [self.figures(), self.noise_by_layer()]
 
     def figures(self) -> Table:
         """What a sketched step is over an exact one: time, memory, variance, FLOPs, all in all."""
@@ -189,26 +242,6 @@ class MeasureReport(Report):
             note += f" Layer {LAYER.write(worst.layer)} brings most, {share:.0f} % of it."
         title = "Where the noise is made: V by the layer that injected it"
         return Table(title, columns, rows, note)
-
-    def memory_by_layer(self) -> Table:
-        """Bytes saved for backward by each layer that is or could be sketched."""
-        before = {line.layer: line.saved for line in self.exact_memory.layers}
-        titles = ("exact kB", "sketched kB", "shared kB")
-        columns = (LAYER, *(Column(t, ".1f", scale=1e-3) for t in titles), words("with"))
-        rows = [
-            (
-                *(line.layer, before.get(line.layer, 0), line.saved, line.shared),
-                ", ".join(line.holders),
-            )
-            for line in self.sketched_memory.layers
-        ]
-        total, whole = self.sketched_memory.total, self.exact_memory.total
-        note = (
-            f"The whole model saves {amount(total, 'B')} for backward, exact {amount(whole, 'B')}, "
-            "each buffer once and without the batch itself. Blocks with kept tokens keep less; "
-            "single layers only where they draw in forward and nothing else keeps the buffer."
-        )
-        return Table("Memory: saved for backward", columns, rows, note)
 
 
 def measure(

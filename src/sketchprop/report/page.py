@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.table import Column, plain_data
 from ..meters import MeasureReport, PlanReport
-from .pictures import BarChart, as_svg, noise_chart, plan_chart, require_matplotlib
+from .pictures import as_svg, noise_chart, plan_chart, require_matplotlib
 from .setup import setup_facts
 
 
@@ -29,11 +29,7 @@ def html_report(
     """
     require_matplotlib()
     facts = {**(setup_facts() if facts is None else facts), **_effort(measured)}
-    charts = [
-        noise_chart(measured),
-        BarChart(measured.memory_by_layer(), ("exact kB", "sketched kB", "shared kB")),
-        *map(plan_chart, plans),
-    ]
+    charts = [noise_chart(measured), *map(plan_chart, plans)]
     sketches = [line.sketch for line in measured.variance.layers]
     numbers = {"facts": facts, "measure": measured.as_dict(), "plans": [p.as_dict() for p in plans]}
     page: str = _template().render(

@@ -72,7 +72,7 @@ def candidates(model: nn.Module, live: float) -> tuple[list[Candidate], list[str
         rule = everything if candidate.everywhere else None
         found = findings(model, choose(model, candidate.sketch, rule))
         harm = {f.name: f"{f}. Such sketches were not tried" for f in found if f.level == "harm"}
-        warnings = harm | warnings
+        warnings |= {name: text for name, text in harm.items() if name not in warnings}
         if not harm:
             harmless.append(candidate)
     return harmless, list(warnings.values())

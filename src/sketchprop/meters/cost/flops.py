@@ -70,7 +70,12 @@ def measure_flops(model: nn.Module, loss_fn: Loss, batch: Any) -> FlopsReport:
             # Recomputation in backward is no further use.
             calls = list(uses)
             products = backward(loss)
-    overhead = sum(use.overhead_flops for use in calls)
+    # What the counter does not see.
+    overhead = sum(
+        float(use.layer.sketching.cost(size).overhead)
+        for use in calls
+        for size in (use.products if use.sketched else ())
+    )
     return FlopsReport(forward_flops, exact_backward, products + overhead, overhead)
 
 

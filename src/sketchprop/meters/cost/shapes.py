@@ -31,13 +31,6 @@ class Use:
     def exact_flops(self) -> float:
         return sum(product.exact_flops for product in self.products)
 
-    @property
-    def overhead_flops(self) -> float:
-        """What torch's flop counter does not see of this call's backward."""
-        if not self.sketched:
-            return 0
-        return float(sum(self.layer.sketching.cost(size).overhead for size in self.products))
-
 
 @contextmanager
 def recorded_uses(layers: Mapping[nn.Module, str]) -> Iterator[list[Use]]:
