@@ -9,7 +9,8 @@ from typing import ClassVar, TypeVar
 
 from torch import nn
 
-from ...core.table import Column, Report, Table, finite, words
+from ...core.table import Column, Report, Table, words
+from ..noise.estimate import Estimate
 from ..noise.pace import DROWNED
 from ..words import change_in_words, ratio, with_error
 from .candidates import Candidate
@@ -39,6 +40,11 @@ class Option:
     memory: float | None = None
     """Bytes kept for backward."""
     note: str = ""
+
+    @property
+    def in_all(self) -> Estimate | None:
+        """The change with its error."""
+        return None if self.change is None else Estimate(self.change, self.error)
 
     @property
     def sound(self) -> bool:
@@ -195,13 +201,10 @@ class Advice(Report):
     def tables(self) -> list[Table]:
         columns = (
             *(words("tried"), Column("time", ".3f"), Column("noise", ".3g")),
-            *(Column("in all", ".3f"), Column("±", ".2g"), Column("memory", ".3f"), words("note")),
+            *(Column("in all"), Column("memory", ".3f"), words("note")),
         )
-        shown = sorted(self.options, key=_change)
-        shown += [] if self.control is None else [self.control]
-        rows = [
-            (o.name, o.time, o.noise, o.change, finite(o.error), o.memory, o.note) for o in shown
-        ]
+        shown = [*sorted(self.options, key=_change), *([self.control] if self.control else [])]
+        rows = [(o.name, o.time, o.noise, o.in_all, o.memory, o.note) for o in shown]
         hidden = "0: the batches' noise hides the gradient"
         note = (
             "All over exact steps. time: of a step; noise: the steps that it adds; in all: "

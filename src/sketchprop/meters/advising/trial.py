@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean, stdev
@@ -17,7 +17,7 @@ from torch import nn
 
 from ...core.random import random_state_kept, seed_generators
 from ...core.stopwatch import timed, unhurried
-from ...core.table import Column, Report, Table, finite, words
+from ...core.table import Column, Report, Table, words
 from ...layers.transform import unsketch_
 from ...sketches import AnySketch
 from ..batches import contents, halved
@@ -129,10 +129,10 @@ class Trial(Report):
         value = time_ratio(exact.curve(), other.curve())
         if value is None:
             return None
-        count = self.repeats if self.repeats > 1 else 0
-        parts = [time_ratio(exact.curve(i), other.curve(i)) for i in range(count)]
+        count = self.repeats
+        parts = [time_ratio(exact.curve(i), other.curve(i)) for i in range(count) if count > 1]
         ratios = [part for part in parts if part is not None]
-        if not parts or len(ratios) < len(parts):
+        if len(ratios) < count:
             return Estimate(value, math.inf)
         return jackknife(count, ratios.__getitem__, value)
 
@@ -157,10 +157,10 @@ class Trial(Report):
             return f"Tried: {way.name} lost its way: its loss is not finite."
         place = "ahead of" if gain.value > 0 else "behind"
         doubt = "" if self.certain(way.name) else ", within its error"
-        error = f"{gain.error:.2g}" if math.isfinite(gain.error) else "?"
         text = (
             f"Tried: {way.name} is {place} exact{doubt}: after {seconds:.0f} s of training its "
-            f"loss is {abs(gain.value):.3g} ± {error} {'lower' if gain.value > 0 else 'higher'}"
+            f"loss is {replace(gain, value=abs(gain.value))} "
+            f"{'lower' if gain.value > 0 else 'higher'}"
         )
         if change is None:
             return f"{text}. No loss fell far enough to compare times."
@@ -170,18 +170,8 @@ class Trial(Report):
         )
 
     def tables(self) -> list[Table]:
-        columns = (
-            *(words("way"), Column("steps", ".0f"), Column("loss", ".4g"), Column("±", ".2g")),
-            *(Column("time to its loss", ".3f"), Column("± ", ".2g")),
-        )
-        changes = {way: self.change(way.name) for way in self.ways}
-        rows = [
-            (
-                *(way.name, way.steps, way.loss.value, finite(way.loss.error)),
-                *(change and change.value, change and finite(change.error)),
-            )
-            for way, change in changes.items()
-        ]
+        columns = (words("way"), Column("steps", ".0f"), Column("loss"), Column("time to its loss"))
+        rows = [(way.name, way.steps, way.loss, self.change(way.name)) for way in self.ways]
         note = (
             f"All began with the same weights and trained in turns, equally long, {self.repeats} "
             f"times; losses on {self.held} batches kept apart; {self.different} batches trained "
@@ -265,73 +255,66 @@ def trial(
                     run.turn(furthest - run.seconds)
             for run in runs:
                 run.look(stream.held)
-    ways = tuple(
-        Way(
-            name,
-            candidate.line if name == candidate.name else "",
-            tuple(tuple(run.curve) for run in runs if run.name == name),
-        )
-        for name in names
-    )
-    return Trial(ways, stream.count, HELD, clock() - start, busy)
+    lines = {candidate.name: candidate.line}
+    curves = {name: tuple(tuple(r.curve) for r in runs if r.name == name) for name in names}
+    ways = tuple(Way(name, lines.get(name, ""), curves[name]) for name in names)
+    return Trial(ways, len(stream.drawn), HELD, clock() - start, busy)
 
 
 class _Stream:
     """Batches by number, drawn once, for all who train on them; used again where they end.
 
-    The first ``HELD`` are kept apart. Ways differ in speed, so that all that was drawn is held;
-    where that fills ``MOST_BYTES`` it is used again.
+    The first ``HELD`` are kept apart. Ways differ in speed, so that all that was drawn is held.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
-        self._room = MOST_BYTES
-        self._source = iter(batches)
-        self.held = list(itertools.islice(self._source, HELD))
+        source = iter(batches)
+        self.held = list(itertools.islice(source, HELD))
+        self.drawn: list[Any] = []
+        """Those that were trained on."""
         apart = [contents(batch) for batch in self.held]
-        self._seen = {each.whole for each in apart}
-        if len(self._seen) < HELD:
+        seen = {each.whole for each in apart}
+        if len(seen) < HELD:
             raise ValueError(
-                f"{len(self._seen)} different batches were given; a trial keeps {HELD} apart and "
+                f"{len(seen)} different batches were given; a trial keeps {HELD} apart and "
                 "trains on others: give as many as training has"
             )
         samples = [sample for each in apart for sample in each.samples]
         # Of samples that are not all different, as rows of few bits, none is known again.
-        self._apart = set(samples) if len(set(samples)) == len(samples) else set()
-        self._drawn: list[Any] = []
-
-    @property
-    def count(self) -> int:
-        """Of those that were trained on."""
-        return len(self._drawn)
+        known = set(samples) if len(set(samples)) == len(samples) else set()
+        self._fresh = _fresh(source, seen, known)
 
     def whole(self, step: int, repeat: int, repeats: int) -> Any:
         """The batch of a step of one of some repeats."""
         number = repeats * step + repeat
-        while len(self._drawn) <= number and (self._room > 0 or len(self._drawn) < FEWEST):
-            if not self._draw():
-                break
-        return self._drawn[number % len(self._drawn)]
+        self.drawn.extend(itertools.islice(self._fresh, max(0, number + 1 - len(self.drawn))))
+        if not self.drawn:
+            raise ValueError(
+                f"behind the first {HELD} batches, which are kept apart, there is none to train on "
+                "that shares no sample with them; give as many as training has"
+            )
+        return self.drawn[number % len(self.drawn)]
 
     def halves(self, step: int, repeat: int, repeats: int) -> Any:
         """The same for steps with half of a batch each."""
         return halved(self.whole(step // 2, repeat, repeats), second=bool(step % 2))
 
-    def _draw(self) -> bool:
-        """One more; False if there is none, or a source without an end seems to begin anew."""
-        for _, batch in zip(range(10 * len(self._seen)), self._source, strict=False):
-            inside = contents(batch)
-            if inside.whole not in self._seen and self._apart.isdisjoint(inside.samples):
-                self._seen.add(inside.whole)
-                self._drawn.append(batch)
-                self._room -= inside.nbytes
-                return True
-        if not self._drawn:
-            raise ValueError(
-                f"behind the first {HELD} batches, which are kept apart, there is none to train on "
-                "that shares no sample with them; give as many as training has"
-            )
-        self._source = iter(())
-        return False
+
+def _fresh(source: Iterator[Any], seen: set[int], apart: set[int]) -> Iterator[Any]:
+    """Each batch once that shares no sample with those kept apart, as long as there is room.
+
+    A source without an end that brings nothing new for long seems to begin anew.
+    """
+    room, missed = MOST_BYTES, 0
+    for batch in source:
+        inside = contents(batch)
+        if inside.whole not in seen and apart.isdisjoint(inside.samples):
+            seen.add(inside.whole)
+            room, missed = room - inside.nbytes, 0
+            yield batch
+        missed += 1
+        if missed > 10 * len(seen) or (room <= 0 and len(seen) >= HELD + FEWEST):
+            return
 
 
 @dataclass

@@ -69,6 +69,8 @@ class VarianceReport:
     """V/σ²."""
     layers: tuple[LayerVariance, ...]
     """In the order of forward; empty without ``split``."""
+    remainder: Estimate | None
+    """V - Σ of the layers, draw by draw: zero within its error; ``None`` without ``split``."""
     signal: float
     """‖g‖², of the mean gradient g: ‖ḡ‖² of the batches without the σ²/M that is noise."""
     missed: dict[str, Estimate]
@@ -238,6 +240,7 @@ def _report(
         values = each(lambda draw, i=i: draw.alignments[i])  # type: ignore[misc]
         if surprising(values):
             missed[name] = over_draws(values)
+    rest = each(lambda draw: draw.added - math.fsum(draw.injected.values()))
     norm = math.fsum(map(squared_norm, mean))
     return VarianceReport(
         batches=len(drawn),
@@ -246,6 +249,7 @@ def _report(
         added=over_draws(added),
         relative=variance_ratio(added, deviations),
         layers=tuple(layers),
+        remainder=over_draws(rest) if split else None,
         signal=max(0.0, norm - sigma2.value / len(drawn)),
         missed=missed,
     )
