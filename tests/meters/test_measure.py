@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -441,14 +440,3 @@ def test_few_draws_of_an_unbiased_sketch_pass_for_reliable():
     assert int((draws.mean((1, 2)).abs() > 5 * errors).sum()) > 100
     assert not any(surprising(values) for values in draws.tolist())
     assert surprising((draws[0] + 1000 * errors[0]).tolist())
-
-
-def test_one_parameter_is_not_called_parameters():
-    torch.manual_seed(15)
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-    batches = [(torch.randn(128, 8), torch.randint(0, 8, (128,))) for _ in range(3)]
-    report = sp.measure(
-        model, loss_fn, batches, dict.fromkeys("0123", sp.SampleMask(0.05)), rounds=0
-    )
-    one = replace(report, variance=replace(report.variance, missed={"0.weight": Estimate(-1, 0.1)}))
-    assert "the exact gradient of 1 parameter (0.weight)" in str(one)

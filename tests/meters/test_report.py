@@ -242,7 +242,11 @@ def judged(report, relative, cost, cost_error=0.0, missed=()):
         ({"relative": 74963.0, "cost": 0.9}, "no", "the noise drowns the gradient"),
         ({"relative": 74963.0, "cost": 0.9}, "no", "over 1000 times the time"),
         ({"relative": 0.2, "cost": 0.8, "cost_error": 0.2}, "open", "within two standard errors"),
-        ({"relative": 0.2, "cost": 0.5, "missed": ["fc.weight"]}, "open", "fc.weight"),
+        (
+            {"relative": 0.2, "cost": 0.5, "missed": ["fc.weight"]},
+            "open",
+            "of 1 parameter (fc.weight)",
+        ),
         ({"relative": 4.0, "cost": 0.9, "missed": ["fc.weight"]}, "no", "larger than shown"),
     ],
 )

@@ -8,6 +8,7 @@ import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any, TypeVar
@@ -105,13 +106,12 @@ def _threads_help(threads: int) -> bool:
     x = torch.ones(SIZE, SIZE)
 
     def median_of(clock: Callable[[], float]) -> float:
-        found = []
-        for _ in range(TRIED + 1):  # the first warms up
-            start = clock()
+        stamps = [clock()]
+        for _ in range(TRIED + 1):
             for _ in range(REPEATS):
                 x @ x
-            found.append(clock() - start)
-        return median(found[1:])
+            stamps.append(clock())
+        return median(b - a for a, b in pairwise(stamps[1:]))  # the first warms up
 
     try:
         torch.set_num_threads(1)

@@ -1,6 +1,9 @@
 """Meters: what a sketch does to the gradient, what it costs and what it saves."""
 
-from .advising import Advice, Candidate, Moment, Option, Trial, Way, advise, trial
+from .advising.advice import Advice, Option
+from .advising.advise import advise
+from .advising.candidates import Candidate
+from .advising.trial import Moment, Trial, Way, trial
 from .cost.flops import FlopsReport, measure_flops
 from .cost.memory import MemoryReport, saved_bytes
 from .cost.timing import Times, step_times

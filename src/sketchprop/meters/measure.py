@@ -191,29 +191,23 @@ class MeasureReport(Report):
 
     def figures(self) -> Table:
         """What a sketched step is over an exact one: time, memory, variance, FLOPs, all in all."""
-        verdict, times, flops = self.verdict, self.times, self.flops
+        verdict, flops = self.verdict, self.flops
         before, after = self.exact_memory.total, self.sketched_memory.total
+
+        def against(sketched: float, exact: float, unit: str) -> str:
+            return f"{amount(sketched, unit)}, exact {amount(exact, unit)}"
+
+        noise = f"V/σ² = {self.relative}, ‖g‖²/σ² = {self.variance.relative_signal:.3g}"
+        counted = against(flops.sketched_backward, flops.exact_backward, "")
         rows = [
-            (
-                "saved for backward",
-                ratio(after / max(1, before)),
-                f"{amount(after, 'B')}, exact {amount(before, 'B')}",
-            ),
-            (
-                "gradient's mean square",
-                ratio(verdict.steps),
-                f"V/σ² = {self.relative}, ‖g‖²/σ² = {self.variance.relative_signal:.3g}",
-            ),
-            (
-                "backward FLOPs",
-                ratio(flops.kept),
-                f"{amount(flops.sketched_backward, '')}, exact {amount(flops.exact_backward, '')}",
-            ),
+            ("saved for backward", ratio(after / max(1, before)), against(after, before, "B")),
+            ("gradient's mean square", ratio(verdict.steps), noise),
+            ("backward FLOPs", ratio(flops.kept), counted),
             (f"in all, by {verdict.basis}", ratio(verdict.change), "below 1 it pays"),
         ]
-        if times is not None:
-            seconds = f"{amount(times.sketched, 's')}, exact {amount(times.exact, 's')}"
-            rows.insert(0, ("time of a step", ratio(times.ratio), seconds))
+        if self.times is not None:
+            seconds = against(self.times.sketched, self.times.exact, "s")
+            rows.insert(0, ("time of a step", ratio(self.times.ratio), seconds))
         columns = (words("a sketched step"), Column("over exact"), words("namely"))
         return Table("In short", columns, rows)
 

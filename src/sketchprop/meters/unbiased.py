@@ -93,10 +93,6 @@ class Case:
         """dX, dW, db."""
         return self.G @ self.W, self.G.mT @ self.X, self.G.sum(0)
 
-    @property
-    def vjp(self) -> Vjp:
-        return Vjp(self.G, self.W, self.X)
-
 
 SIZE = 8, 7, 6
 CASES: dict[str, tuple[tuple[int, int, int], Callable[[Case], object] | None]] = {
@@ -123,19 +119,16 @@ CASES: dict[str, tuple[tuple[int, int, int], Callable[[Case], object] | None]] =
 def cases() -> tuple[Case, ...]:
     """``CASES`` with numbers, the same ones each time."""
     generator = torch.Generator().manual_seed(0)
-
-    def case(name: str) -> Case:
-        (B, n, d), change = CASES[name]
+    made = []
+    for name, ((B, n, d), change) in CASES.items():
         G, W, X = (
             torch.randn(shape, dtype=torch.float64, generator=generator)
             for shape in ((B, n), (n, d), (B, d))
         )
-        case = Case(name, G, W, X)
+        made.append(Case(name, G, W, X))
         if change is not None:
-            change(case)
-        return case
-
-    return tuple(map(case, CASES))
+            change(made[-1])
+    return tuple(made)
 
 
 def expected_gradients(
@@ -222,7 +215,10 @@ def _check_callable(subject: Callable[..., Any], draws: int, seed: int) -> Unbia
     with random_state_kept():
         torch.manual_seed(seed)
         for case in cases():
-            drawn = (_gradients(subject(case.vjp), case.W, case.X) for _ in range(draws))
+            drawn = (
+                _gradients(subject(Vjp(case.G, case.W, case.X)), case.W, case.X)
+                for _ in range(draws)
+            )
             tallies += _tallied(case.name, GRADIENTS, case.truth, drawn)
     return _monte_carlo_report(repr(subject), tallies, draws)
 

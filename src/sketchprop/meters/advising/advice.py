@@ -165,15 +165,10 @@ class Advice(Report):
             first = f"It pays: {change_in_words(self.change, 'time')} to the same quality."
             lines = [first, "", f"    {self.line}", "", f"Why: {self.reason}."]
         elif self.gains:
-            lines = [
-                f"Halve the batch: {self._half_text} to the same quality. Then ask again.",
-                "",
-                f"With the batch as it is, {change_in_words(_change(self.closest), 'time')}:",
-                "",
-                f"    {self.closest.line}",
-                "",
-                f"Why: {self.closest.numbers}.",
-            ]
+            best = self.closest
+            first = f"Halve the batch: {self._half_text} to the same quality. Then ask again."
+            second = f"With the batch as it is, {change_in_words(_change(best), 'time')}:"
+            lines = [first, "", second, "", f"    {best.line}", "", f"Why: {best.numbers}."]
         elif self.decided:
             lines = ["Stay exact: no sketch pays here.", "", f"Why: {self.reason}."]
             if self._half_is_better:
@@ -181,12 +176,11 @@ class Advice(Report):
         else:
             count, missing = len(self.options), len(self.untried)
             more = math.ceil(self.seconds / 60 * count / (count - missing))
-            lines = [
+            first = (
                 f"No answer yet: {missing} of {count} sketches were not tried in the time; "
-                f"give {more} minutes, or smaller batches.",
-                "",
-                f"So far: {self.reason}.",
-            ]
+                f"give {more} minutes, or smaller batches."
+            )
+            lines = [first, "", f"So far: {self.reason}."]
         notes = [f"Note: {text}." for text in self.warnings]
         tried = [] if self.trial is None else [self.trial.headline()]
         return "\n".join([*lines, *tried, *notes])
