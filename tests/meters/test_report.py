@@ -245,7 +245,7 @@ def judged(report, relative, cost, cost_error=0.0, missed=()):
         (
             {"relative": 0.2, "cost": 0.5, "missed": ["fc.weight"]},
             "open",
-            "of 1 parameter (fc.weight)",
+            "1 parameter (fc.weight)",
         ),
         ({"relative": 4.0, "cost": 0.9, "missed": ["fc.weight"]}, "no", "larger than shown"),
     ],
