@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, ClassVar
 
@@ -139,8 +140,11 @@ def plan(
         with recorded_uses(layers) as recorded:
             value = scalar_loss(loss_fn, model, batch)
             uses = list(recorded)
-        backward = _backward_seconds(model, value, rounds)
-        del value
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        run = partial(torch.autograd.grad, value, parameters, allow_unused=True, retain_graph=True)
+        with no_gradient_hooks(parameters):
+            backward = median(in_turns([run], rounds, value.device)[0])
+        del value, run
         uses = [use for use in uses if use.exact_flops]
         if not uses:
             raise ValueError("no layer that can be sketched takes part in this backward pass")
@@ -150,16 +154,6 @@ def plan(
             for name in dict.fromkeys(use.name for use in uses)
         )
     return PlanReport(sketch, backward, lines)
-
-
-def _backward_seconds(model: nn.Module, value: Tensor, rounds: int) -> float:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-
-    def backward() -> Any:
-        return torch.autograd.grad(value, parameters, allow_unused=True, retain_graph=True)
-
-    with no_gradient_hooks(parameters):
-        return median(in_turns([backward], rounds, value.device)[0])
 
 
 def _line(

@@ -175,18 +175,14 @@ class Tuner:
         if self._left is not None:
             self._intervals.append(self.clock() - self._left)
         entry = None
-        if self.step >= self.next_probe and self._ready():
+        # Not inside of ``exact``, and not before the optimizer knows what it divides by.
+        inside = all(module.sketching.exact for module in self._sketches)
+        if self.step >= self.next_probe and not inside and ready(self.optimizer):
             entry = self._decide(batch)
         # Only the batch just before a probe is needed: no other is kept alive.
         self._before = batch if self.step + 1 >= self.next_probe else None
         self._left = self.clock()
         return entry
-
-    def _ready(self) -> bool:
-        """Not inside of ``exact``, and not before the optimizer knows what it divides by."""
-        if all(module.sketching.exact for module in self._sketches):
-            return False
-        return self.optimizer is None or ready(self.optimizer)
 
     def _decide(self, batch: Any) -> dict[str, Any]:
         start = self.clock()

@@ -38,8 +38,9 @@ class Switch:
             for name, module in model.named_modules()
             if isinstance(module, SketchedModule) and module.training and not module.sketching.exact
         }
-        self.first = 0
-        self.draw = 0
+        self.first, self.draw = 0, 0
+        self.uses: list[str] = []
+        """The layer's name for each use of the probed pass, in the order of forward."""
         self._uses: defaultdict[nn.Module, list[int]] = defaultdict(list)
         self._own_randomness: dict[int, Tensor] = {}
         self._calls: Counter[nn.Module] = Counter()
@@ -47,12 +48,6 @@ class Switch:
         self.recording = False
         """Until forward is done: what is called then is a recomputation."""
         self._before: list[Tensor] = []
-
-    @property
-    def uses(self) -> list[str]:
-        """The layer's name for each use of the probed pass, in the order of forward."""
-        named = {i: self.layers[m] for m, indices in self._uses.items() for i in indices}
-        return [named[i] for i in range(len(named))]
 
     def installed(self) -> AbstractContextManager[None]:
         return call_hooks(self.layers, self._enter, self._leave)
@@ -64,6 +59,7 @@ class Switch:
         self._exact = self.recording = first is None
         self.first, self.draw = first or 0, draw
         if first is None:
+            self.uses.clear()
             self._uses.clear()
             self._own_randomness.clear()
 
@@ -72,7 +68,8 @@ class Switch:
         self._calls[module] += 1
         uses = self._uses[module]
         if self.recording and call == len(uses):
-            uses.append(sum(map(len, self._uses.values())))
+            uses.append(len(self.uses))
+            self.uses.append(self.layers[module])
         if call < len(uses):
             return uses[call]
         if len(uses) == 1:
@@ -112,10 +109,7 @@ class Gradients:
     """Gradients of ``loss_fn(model, batch)`` for all trainable parameters."""
 
     def __init__(self, model: nn.Module, loss_fn: Loss, buffers: Buffers, seed: int = 0) -> None:
-        self.model = model
-        self.loss_fn = loss_fn
-        self.buffers = buffers
-        self.seed = seed
+        self.model, self.loss_fn, self.buffers, self.seed = model, loss_fn, buffers, seed
         self.switch = Switch(model, seed)
         if not self.switch.layers:
             raise ValueError(_nothing_sketched(model))
