@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sketchprop as sp
-from sketchprop.core.stopwatch import Prepared, Work
 from sketchprop.ops import sketched_conv
 from sketchprop.sketches import AnySketch
 
 from .results import Line
-from .timing import Ratio, interleave
+from .timing import Prepared, Ratio, Work, interleave
 
 Shape = tuple[int, int, int]
 LINEAR: dict[Shape, float | None] = {

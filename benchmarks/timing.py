@@ -7,12 +7,13 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from sketchprop.core.stopwatch import Work, cpu_name, in_turns
+from sketchprop.core.stopwatch import cpu_name, in_turns
 
 PINNED = {
     "MALLOC_MMAP_MAX_": "0",
@@ -20,6 +21,24 @@ PINNED = {
     "MALLOC_TOP_PAD_": "268435456",
 }
 """Settings under which the C allocator keeps its pages instead of asking for fresh ones."""
+
+
+class Prepared:
+    """Work whose first part, a forward pass for example, is not timed."""
+
+    def __init__(self, first: Callable[[], Any], second: Callable[[Any], object]) -> None:
+        self.first, self.second = first, second
+
+    def prepare(self) -> None:
+        self.ready = self.first()
+
+    def __call__(self) -> None:
+        given = self.ready
+        del self.ready  # a graph is freed as soon as its backward has run
+        self.second(given)
+
+
+Work = Callable[[], Any] | Prepared
 
 
 @dataclass(frozen=True)
@@ -46,7 +65,15 @@ def interleave(
     The first entry is the baseline. Medians of the ratios, with their quartiles.
     """
     gc.collect()
-    times = in_turns(list(work.values()), rounds, torch.device("cpu"), seconds)
+
+    def prepare() -> None:
+        # All of them first: a forward pass right before would leave every cache full of its own,
+        # which the backward of one layer among many does not meet.
+        for each in work.values():
+            if isinstance(each, Prepared):
+                each.prepare()
+
+    times = in_turns(list(work.values()), rounds, torch.device("cpu"), seconds, prepare)
     results = {}
     for name, series in zip(work, times, strict=True):
         ratios = [t / b for t, b in zip(series, times[0], strict=True)]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 import sketchprop as sp
+from sketchprop.core.table import plain_data
 from sketchprop.meters.noise.estimate import Estimate
 
 from ..lab.figures import budget_axis, label_axes, picture
@@ -238,7 +239,7 @@ def _noise(
     """σ² is measured once for each moment and stored in ``known``."""
     if step not in known:
         noise = minibatch_noise(model, problem, settings.sigma_batches, settings.batches)
-        known[step] = noise.sigma2.as_dict()
+        known[step] = plain_data(noise.sigma2)
         return noise
     batches = noise_batches(problem, settings.batches)
     exact = tuple(exact_gradient(model, problem, batch) for batch in batches)

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +18,6 @@ from sketchprop.meters import Advice, Candidate, Option
 from sketchprop.meters.advising import meter
 from sketchprop.meters.advising.advice import OUT_OF_TIME
 from sketchprop.meters.advising.candidates import rows_seen
-from sketchprop.meters.advising.meter import _Draw, _times_of
 from sketchprop.zoo import ViT
 
 TOKENS = Option(
@@ -154,15 +152,6 @@ def test_a_signal_that_noise_hides_is_said_so():
     assert "noise hides the gradient" in str(replace(advice(TOKENS), signal=0.0))
 
 
-def test_draws_that_share_an_exact_pass_are_one_measurement():
-    """An exact pass that was slow by chance makes no ratio certain, however many draws it has."""
-    slow, usual = ([_Draw([0.0], exact, 1.0)] * 4 for exact in (4.0, 1.0))
-    times = _times_of([*slow, *usual])
-    assert times.rounds == 2
-    assert times.ratio == (0.25 + 1) / 2
-    assert times.ratio_error > 0.3
-
-
 @pytest.mark.parametrize("busy", [True, False])
 def test_where_other_programs_have_the_cores_one_thread_is_timed_and_it_says_so(busy, monkeypatch):
     monkeypatch.setattr(stopwatch, "_threads_help", lambda threads: not busy)
@@ -294,72 +283,6 @@ def test_an_optimizer_without_a_state_is_warned_of():
     optimizer = torch.optim.Adam(model.parameters())
     answer = sp.advise(model, loss_fn, make_batches(3), optimizer=optimizer, minutes=0.3)
     assert any("not made a step yet" in text for text in answer.warnings)
-
-
-def state_of(model, optimizer):
-    return (
-        {name: value.clone() for name, value in model.state_dict().items()},
-        [None if p.grad is None else p.grad.clone() for p in model.parameters()],
-        [type(m) for m in model.modules()],
-        [m.training for m in model.modules()],
-        [getattr(m, "sketching", None) for m in model.modules()],
-        copy.deepcopy(optimizer.state_dict()["state"]),
-        torch.get_rng_state(),
-    )
-
-
-@pytest.mark.parametrize("fails", [None, KeyboardInterrupt, RuntimeError])
-def test_everything_is_as_before_also_after_an_error_or_a_stop(fails):
-    torch.manual_seed(4)
-    model = sp.sketch_(Branched(), sp.L1(0.5))
-    batches = make_batches(3)
-    optimizer = torch.optim.Adam(model.parameters())
-    loss_fn(model, batches[0]).backward()
-    optimizer.step()
-    before = state_of(model, optimizer)
-    calls = []
-
-    def watched(model, batch):
-        calls.append(1)
-        if fails is not None and len(calls) == 12:
-            raise fails
-        return loss_fn(model, batch)
-
-    if fails is None:
-        sp.advise(model, watched, batches, optimizer=optimizer, minutes=0.3)
-    else:
-        with pytest.raises(fails):
-            sp.advise(model, watched, batches, optimizer=optimizer, minutes=0.3)
-    after = state_of(model, optimizer)
-    assert len(calls) >= 12
-    assert before[2:5] == after[2:5]
-    for a, b in zip(before[0].values(), after[0].values(), strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip(before[1], after[1], strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip(before[5].values(), after[5].values(), strict=True):
-        assert all(torch.equal(a[key], b[key]) for key in a)
-    assert torch.equal(before[6], after[6])
-
-
-def test_bad_input_is_refused_with_a_way_out():
-    model, batches = mlp(), make_batches(3)
-    for given, message in [
-        ({"batches": []}, "0 different batches"),
-        ({"batches": batches[:1]}, "1 different batches"),
-        ({"batches": batches[:1] * 5}, "1 different batches"),
-        ({"minutes": 0}, "minutes=0"),
-        ({"minutes": math.nan}, "minutes=nan"),
-        ({"minutes": 1e-9}, "too short"),
-        ({"loss_fn": lambda m, b: m(b[0])}, "return a scalar"),
-        ({"model": nn.Linear(8, 4, device="meta")}, "meta device"),
-        ({"model": mlp().requires_grad_(False)}, "unfreeze"),
-    ]:
-        options = {"model": model, "loss_fn": loss_fn, "batches": batches, **given}
-        with pytest.raises(ValueError, match=message):
-            sp.advise(
-                options.pop("model"), options.pop("loss_fn"), options.pop("batches"), **options
-            )
 
 
 def test_an_endless_loader_is_not_drained():

@@ -1,6 +1,7 @@
 """What all meters are given wrongly: a clear error, and everything as before."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -36,10 +37,13 @@ TIMED = ("advise", "trial", "measure")
 CASES = [
     *((what, {"batches": []}, "0 (different )?batch") for what in TIMED),
     *((what, {"batches": make_batches(1)}, "1 (different )?batch") for what in TIMED),
+    ("advise", {"batches": make_batches(1) * 5}, "1 different batch"),
+    *((what, {"model": mlp().requires_grad_(False)}, "unfreeze") for what in TIMED),
     *((what, {"loss": lambda m, b: m(b[0])}, "return a scalar") for what in EVERYONE),
     *((what, {"model": on_meta()}, "meta device") for what in EVERYONE),
     *((what, {"minutes": 1e-9}, "too short") for what in TIMED),
     *((what, {"minutes": 0}, "is no time") for what in TIMED),
+    *((what, {"minutes": math.nan}, "is no time") for what in TIMED),
 ]
 
 

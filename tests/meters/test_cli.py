@@ -67,7 +67,7 @@ def test_measure_shows_and_writes(run, mine, tmp_path):
         *("--batches", "3", "--rounds", "1", "--json", "r.json", "--plot", "p.png"),
     )
     assert code in (0, 1)
-    for word in ("σ²", "V/σ²", "by time", "by FLOPs", "V by the layer"):
+    for word in ("σ²", "V/σ²", "by time", "in FLOPs", "V by the layer"):
         assert word in out
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["pays"] is (code == 0)

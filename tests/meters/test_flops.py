@@ -106,7 +106,7 @@ def by_formula(model, batch):
     layers = {m: name for name, m in model.named_modules() if isinstance(m, sp.SketchedModule)}
     with recorded_uses(layers) as uses:
         square(model, batch)
-    sketched = sum(use.sketched_flops(use.layer.sketching) for use in uses)
+    sketched = sum(use.layer.sketching.cost(size).total for use in uses for size in use.products)
     return sum(use.exact_flops for use in uses), sketched
 
 

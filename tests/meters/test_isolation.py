@@ -1,6 +1,7 @@
 """Measuring is free of side effects: every meter leaves model and machine as they were."""
 
 import copy
+import itertools
 import random
 import sys
 
@@ -15,16 +16,24 @@ from measure_helpers import loss_fn, make_batches, mlp
 from sketchprop.layers.isolation import SKETCHING, twin
 from sketchprop.meters import measure_flops, measure_variance, saved_bytes, step_times
 
+
+def tried(model, loss, batches, optimizer):
+    ticks = itertools.count().__next__
+    return sp.trial(model, loss, batches, optimizer, sp.L1(0.3), minutes=4, clock=ticks)
+
+
 METERS = {
-    "measure": lambda m, f, b: sp.measure(m, f, b, draws=2, rounds=1),
-    "another sketch": lambda m, f, b: sp.measure(m, f, b, sp.L2(0.3), draws=2, rounds=1),
-    "plan": lambda m, f, b: sp.plan(m, f, b[0], rounds=1),
-    "check": lambda m, f, b: sp.check_unbiased(m, f, b[0], draws=3),
-    "tuner": lambda m, f, b: list(map(sp.Tuner(m, f, share=1.0, frozen=True), b)),
-    "variance": lambda m, f, b: measure_variance(m, f, b, draws=2),
-    "flops": lambda m, f, b: measure_flops(m, f, b[0]),
-    "bytes": lambda m, f, b: saved_bytes(m, f, b[0]),
-    "times": lambda m, f, b: step_times(m, f, b[0], rounds=1),
+    "advise": lambda m, f, b, o: sp.advise(m, f, b, optimizer=o, minutes=0.05),
+    "trial": tried,
+    "measure": lambda m, f, b, _: sp.measure(m, f, b, draws=2, rounds=1),
+    "another sketch": lambda m, f, b, _: sp.measure(m, f, b, sp.L2(0.3), draws=2, rounds=1),
+    "plan": lambda m, f, b, _: sp.plan(m, f, b[0], rounds=1),
+    "check": lambda m, f, b, _: sp.check_unbiased(m, f, b[0], draws=3),
+    "tuner": lambda m, f, b, _: list(map(sp.Tuner(m, f, share=1.0, frozen=True), b)),
+    "variance": lambda m, f, b, _: measure_variance(m, f, b, draws=2),
+    "flops": lambda m, f, b, _: measure_flops(m, f, b[0]),
+    "bytes": lambda m, f, b, _: saved_bytes(m, f, b[0]),
+    "times": lambda m, f, b, _: step_times(m, f, b[0], rounds=1),
 }
 
 
@@ -50,10 +59,12 @@ def watched():
     model = Watched()
     sp.sketch_(model, {"first": sp.L1(0.5)}, planner=sp.Every(5))
     sp.sketch_(model, {"second": sp.L1(0.5)})
-    batches = make_batches(4)
+    batches = make_batches(8)
+    optimizer = torch.optim.Adam(model.parameters())
     for batch in batches[:2]:
         loss_fn(model, batch).backward()
-    return model, batches
+        optimizer.step()
+    return model, optimizer, batches
 
 
 def entries(module):
@@ -71,7 +82,7 @@ def content(value):
     return content(vars(value)) if hasattr(value, "__dict__") else repr(value)
 
 
-def state(model):
+def state(model, optimizer):
     random_states = (torch.get_rng_state().tolist(), random.getstate())
     return {
         "values": [p.tolist() for p in model.parameters()],
@@ -84,16 +95,20 @@ def state(model):
         "remembered": [content(entries(m)) for m in model.modules()],
         "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
         "gradient hooks": [len(p._backward_hooks or ()) for p in model.parameters()],
+        "optimizer": content(optimizer.state_dict()),
         "random": (*random_states, str(numpy.random.get_state())),
     }
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("ending", ["well", "error", "Ctrl-C"])
 @pytest.mark.parametrize("meter", METERS)
-def test_a_meter_leaves_no_trace(meter, ending):
-    model, batches = watched()
+def test_a_meter_leaves_no_trace(meter, ending, training):
+    model, optimizer, batches = watched()
+    if not training:
+        model.eval()
     model.first.weight.register_hook(lambda grad: None)
-    before, calls = state(model), 0
+    before, calls = state(model, optimizer), 0
 
     def loss(m, batch):
         nonlocal calls
@@ -101,18 +116,19 @@ def test_a_meter_leaves_no_trace(meter, ending):
         random.random(), numpy.random.rand(), torch.rand(1)  # augmentation
         if ending != "well" and calls == 2:
             raise RuntimeError("out of cheese") if ending == "error" else KeyboardInterrupt
-        # A loss that looks at gradients itself, and leaves them where backward puts them.
-        sum(p.square().sum() for p in m.parameters()).backward()
+        if torch.is_grad_enabled():
+            # A loss that looks at gradients itself, and leaves them where backward puts them.
+            sum(p.square().sum() for p in m.parameters()).backward()
         return loss_fn(m, batch)
 
     once = meter in ("plan", "bytes")  # one pass over the model: it never comes to the second
     if ending == "well" or once:
-        METERS[meter](model, loss, batches)
+        METERS[meter](model, loss, batches, optimizer)
     else:
         expected = RuntimeError if ending == "error" else KeyboardInterrupt
         with pytest.raises(expected):
-            METERS[meter](model, loss, batches)
-    after = state(model)
+            METERS[meter](model, loss, batches, optimizer)
+    after = state(model, optimizer)
     for key, value in before.items():
         assert after[key] == value, key
 
@@ -157,7 +173,7 @@ def test_timings_do_not_run_hooks_on_gradients(time):
 
 
 def test_a_twin_computes_the_same_and_shares_only_memory():
-    model, _ = watched()
+    model, *_ = watched()
     model.second.register_forward_hook(lambda *a: pytest.fail("a hook of the user's ran"))
     model.second.forward = None  # as libraries that wrap a layer do
     other = twin(model.second)

@@ -5,15 +5,12 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import sketchprop as sp
-from sketchprop.core.cost import Size
 from sketchprop.core.stopwatch import in_turns
 from sketchprop.meters import Times
 from sketchprop.meters.cost.timing import compare
-from sketchprop.meters.plan import break_even
 from sketchprop.zoo import ViT
 
 PLAN = importlib.import_module("sketchprop.meters.plan")
@@ -50,47 +47,23 @@ def test_a_line_for_each_layer_that_takes_part():
     assert (lines["body"].rows, lines["body"].shape, lines["body"].uses) == (28, (12, 12), 2)
     assert (lines["conv"].rows, lines["conv"].shape) == (4 * 5, (6, 36))
     assert lines["conv"].kind == "Conv1d"
-    flops = [2 * 4 * 28 * 12 * 12, 4 * 20 * 6 * 36, 4 * 20 * 5 * 6]
-    shares = [line.flops_share for line in report.layers]
-    assert shares == pytest.approx([f / sum(flops) for f in flops])
-    assert report.sketch == sp.L1(0.1)
-    ratio = sp.L1(0.1).cost(Size(20, 5, 6)).total / (4 * 20 * 5 * 6)
-    assert lines["head"].flops_ratio == pytest.approx(ratio)
     assert all(line.seconds > 0 for line in report.layers)
-
-
-def test_the_model_is_left_as_it_was():
-    model = Shared().eval()
-    sp.sketch_(model, {"body": sp.L2(0.5)})
-    before, text = torch.get_rng_state(), repr(model)
-    sp.plan(model, None, torch.randint(0, 10, (4, 7)), rounds=1)
-    assert repr(model) == text
-    assert not model.training
-    assert model.body.sketching.exact is False
-    assert all(p.grad is None for p in model.parameters())
-    # Only the arguments above were drawn.
-    torch.set_rng_state(before)
-    torch.randint(0, 10, (4, 7))
-    expected = torch.get_rng_state()
-    torch.set_rng_state(before)
-    sp.plan(model, None, torch.randint(0, 10, (4, 7)), rounds=1)
-    assert torch.equal(torch.get_rng_state(), expected)
 
 
 @pytest.fixture
 def slow_exact(monkeypatch):
-    """A machine on which exact layers take 1 s and sketched ones 0.1 s + 1.8 s × kept."""
+    """A machine on which exact layers take 1 s and sketched ones 0.28 s."""
     seen = []
 
     def fake(actions, rounds, device):
         seen.append(len(actions))
-        return [[seconds] * 3 for seconds in (1.0, 0.28, 1.0)[: len(actions)]]
+        return [[seconds] * 3 for seconds in (1.0, 0.28)[: len(actions)]]
 
     monkeypatch.setattr(PLAN, "in_turns", fake)
     return seen
 
 
-def test_worth_and_break_even_follow_from_the_times(slow_exact):
+def test_worth_follows_from_the_times(slow_exact):
     model = nn.Sequential(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 20), nn.Linear(20, 20))
     taken = sp.select.everything
     x, sketch = torch.randn(16, 8), sp.L1(0.1)
@@ -98,11 +71,10 @@ def test_worth_and_break_even_follow_from_the_times(slow_exact):
     assert report.backward_seconds == 1.0
     for line in report.layers:
         assert line.ratio == pytest.approx(0.28)
-        assert line.break_even == pytest.approx(0.5)
         assert line.worth
         assert line.saved_seconds == pytest.approx(0.72)
     # The backward itself, the first layer, and one timing for the two that are alike.
-    assert slow_exact == [1, 3, 3]
+    assert slow_exact == [1, 2, 2]
     assert list(report.worthwhile) == ["0", "2", "3"]
     sp.sketch_(model, report.worthwhile)
     assert all(m.sketch == sketch for m in model if isinstance(m, nn.Linear))
@@ -131,14 +103,13 @@ def test_what_is_worthwhile_is_what_sketch_takes(slow_exact, sketch):
 
 def test_a_layer_that_gets_slower_is_not_worth_it(monkeypatch):
     def fake(actions, rounds, device):
-        return [[seconds] * 3 for seconds in (1.0, 1.2, 1.5)[: len(actions)]]
+        return [[seconds] * 3 for seconds in (1.0, 1.2)[: len(actions)]]
 
     monkeypatch.setattr(PLAN, "in_turns", fake)
     layer = nn.Sequential(nn.Linear(8, 20))
     report = sp.plan(layer, None, torch.randn(16, 8), sketch=sp.L1(0.1))
     (line,) = report.layers
     assert not line.worth
-    assert line.break_even == 0
     assert "too small to gain" in str(report)
     assert report.worthwhile == {}
     assert report.backward_ratio == 1
@@ -162,10 +133,6 @@ def test_attention_is_planned_whole():
     assert [line.layer for line in report.layers] == ["self_attn", "linear1", "linear2"]
     attention = report.layers[0]
     assert attention.rows == 15
-    # dW of the input projection, dX and dW of the output one: the batch needs no gradient.
-    exact = 2 * 15 * (48 * 16) + 4 * 15 * (16 * 16)
-    rest = 2 * 4 * 15 * 32 * 16
-    assert attention.flops_share == pytest.approx(exact / (exact + rest))
 
 
 @pytest.mark.parametrize("batch", ["tensor", "tuple", "dict", "loss"])
@@ -197,15 +164,6 @@ def test_bad_input():
         sp.plan(nn.Linear(3, 3), None, torch.randn(3, 3), rounds=0)
 
 
-def test_break_even_on_a_line():
-    assert break_even((0.1, 0.3), (0.5, 0.7)) == pytest.approx(0.8)
-    assert break_even((0.5, 0.7), (0.1, 0.3)) == pytest.approx(0.8)
-    assert break_even((0.1, 0.2), (0.5, 0.3)) == 1
-    assert break_even((0.1, 1.2), (0.5, 1.5)) == 0
-    assert break_even((0.1, 0.6), (0.5, 0.5)) == 1
-    assert break_even((0.1, 1.6), (0.5, 1.5)) == 0
-
-
 def test_turns_are_taken_and_compared_in_pairs():
     order = []
     seconds = in_turns(
@@ -216,11 +174,3 @@ def test_turns_are_taken_and_compared_in_pairs():
     assert [len(s) for s in seconds] == [3, 3]
     times = compare([1.0, 10.0, 2.0], [0.5, 5.0, 1.5])
     assert times == Times(2.0, 1.5, 0.5, 0.0, 3)
-
-
-def test_a_loss_can_be_given():
-    def loss(m, b):
-        return F.cross_entropy(m(b[0]), b[1])
-
-    batch = torch.randn(6, 4), torch.randint(0, 3, (6,))
-    assert sp.plan(nn.Sequential(nn.Linear(4, 3)), loss, batch, rounds=1).layers[0].rows == 6

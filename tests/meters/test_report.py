@@ -17,9 +17,9 @@ from torch import nn
 
 import sketchprop as sp
 from sketchprop.cli.show import Progress
-from sketchprop.core.table import Column, Table, words
+from sketchprop.core.table import Column, Table, plain_data, words
 from sketchprop.meters import Estimate, criterion
-from sketchprop.meters.words import plain_data, ratio, with_error
+from sketchprop.meters.words import ratio, with_error
 from sketchprop.report import html_report, setup_facts
 from sketchprop.report.pictures import MOST_ROWS, BarChart, as_svg, noise_chart, save_picture
 
@@ -100,7 +100,7 @@ def test_the_numbers_are_those_of_the_reports(reports, page):
     words = Page(page).words
     for verdict in (measured.by_time, measured.by_flops):
         assert with_error(verdict.change, verdict.error) in words
-        assert ratio(verdict.cost) in words
+    assert ratio(measured.verdict.cost) in words
     assert ratio(1 + measured.relative.value) in words
     assert ratio(measured.flops.kept) in words
     assert str(measured.relative) in words
@@ -116,18 +116,6 @@ def test_the_numbers_are_those_of_the_reports(reports, page):
         assert {line.layer, str(line.injected), str(line.relative)} <= cells
     for line in planned.layers:
         assert {str(line.rows), f"{1e3 * line.seconds:.3f}"} <= cells
-
-
-def test_text_and_page_show_the_same_tables(reports, page):
-    measured, planned = reports
-    words = Page(page).words
-    text = f"{measured}\n{planned}"
-    for table in (*measured.tables()[1:], *planned.tables()):
-        assert table.title in text
-        assert table.title in words
-        assert table.note in words
-        for row in table.cells():
-            assert all(cell in text for cell in row)
 
 
 def test_all_numbers_are_there_as_json(reports, page):
@@ -208,9 +196,9 @@ def test_the_page_is_a_document_for_any_screen(page):
     assert any(attributes.get("name") == "viewport" for _, attributes in parsed.tags)
     assert "prefers-color-scheme: dark" in page
     # A heading for each section, a name for each drawing: what a screen reader says.
-    assert len(parsed.texts["section"]) == len(parsed.texts["h2"]) == 5
+    assert len(parsed.texts["section"]) == len(parsed.texts["h2"]) == 3
     names = [a["aria-label"] for _, a in parsed.tags if a.get("role") == "img"]
-    assert len(names) == len(parsed.texts["svg"]) == 3
+    assert len(names) == len(parsed.texts["svg"]) == 2
     assert all(names)
 
 
@@ -254,7 +242,11 @@ def judged(report, relative, cost, cost_error=0.0, missed=()):
         ({"relative": 74963.0, "cost": 0.9}, "no", "the noise drowns the gradient"),
         ({"relative": 74963.0, "cost": 0.9}, "no", "over 1000 times the time"),
         ({"relative": 0.2, "cost": 0.8, "cost_error": 0.2}, "open", "within two standard errors"),
-        ({"relative": 0.2, "cost": 0.5, "missed": ["fc.weight"]}, "open", "fc.weight"),
+        (
+            {"relative": 0.2, "cost": 0.5, "missed": ["fc.weight"]},
+            "open",
+            "1 parameter (fc.weight)",
+        ),
         ({"relative": 4.0, "cost": 0.9, "missed": ["fc.weight"]}, "no", "larger than shown"),
     ],
 )

@@ -159,34 +159,6 @@ def test_a_model_with_dropout_and_batch_norm(sketch):
     assert report.subject == "Sequential"
 
 
-def test_everything_is_as_before_after_a_check():
-    model = sp.sketch_(noisy_model(), sp.L1(0.5))
-    x = torch.randn(12, 5)
-    model(x).sum().backward()  # gradients and running statistics that are not their defaults
-    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
-    before = [t.detach().clone() for t in tensors]
-    identities = [id(t) for t in model.buffers()]
-    state = torch.get_rng_state()
-    sp.check_unbiased(model, square_sum, x, draws=5)
-    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
-    assert [id(t) for t in model.buffers()] == identities
-    assert torch.equal(torch.get_rng_state(), state)
-    assert model.training
-    assert not any(m.sketching.exact for m in model if isinstance(m, sp.SketchedLinear))
-
-
-def test_everything_is_as_before_after_a_failure():
-    model = sp.sketch_(noisy_model(), sp.L1(0.5))
-    buffers = [b.clone() for b in model.buffers()]
-    state = torch.get_rng_state()
-    x = torch.ones(12, 5)
-    with pytest.raises(ValueError, match="scalar"):
-        sp.check_unbiased(model, lambda m, x: m(x), x, draws=5)
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not model[0].sketching.exact
-
-
 def test_a_biased_sketch_in_a_model_is_found():
     model = sp.sketch_(nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 2)), TopK(2))
     x = torch.randn(12, 5)
@@ -227,21 +199,16 @@ def test_report_text_of_a_biased_sketch():
     assert f"BIASED in 2 of {3 * len(CASES)}" in text.splitlines()[0]
     assert sum(line.endswith("BIASED") for line in text.splitlines()) == 2
     assert len(text.splitlines()) == 1 + 1 + 2 + 2  # verdict, space, head of the table, two rows
+    data = report.as_dict()
+    assert (data["ok"], data["subject"]) == (False, "Diagonal(1, paper=True)")
+    assert len(data["entries"]) == len(report.entries)
+    assert set(data["entries"][0]) == {"case", "gradient", "error", "z", "ok"}
 
 
 def test_report_text_of_monte_carlo():
     head = str(sp.check_unbiased(sp.L1(0.3), draws=10)).splitlines()[0]
     assert "Monte Carlo, 10 draws" in head
     assert "|z| ≤" in head
-
-
-def test_report_as_dict():
-    report = sp.check_unbiased(sp.Diagonal(1, paper=True))
-    data = report.as_dict()
-    assert data["ok"] is False
-    assert data["subject"] == "Diagonal(1, paper=True)"
-    assert len(data["entries"]) == len(report.entries)
-    assert set(data["entries"][0]) == {"case", "gradient", "error", "z", "ok"}
 
 
 # --- expected_gradients ---

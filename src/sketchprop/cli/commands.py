@@ -91,8 +91,7 @@ def run_check(options: Namespace) -> int:
         write_json([report.as_dict() for report in reports], options.json)
     if options.json != "-":
         for report in reports:
-            tables = report.tables() if options.verbose else report.biased_tables()
-            say(as_text(report, tables))
+            say(as_text(report) if options.verbose else str(report))
     return FINE if all(report.ok for report in reports) else NO
 
 
@@ -124,8 +123,8 @@ def run_plan(options: Namespace) -> int:
     """which layers of a model are worth sketching on this machine?
 
     Times the backward of each layer on this machine, alone and at the shapes it has in the model,
-    exact and sketched. Says which layers get faster, by how much, and below which kept fraction.
-    If none does, the exit code is 1.
+    exact and sketched. Says which layers get faster, and by how much. If none does, the exit code
+    is 1.
 
     examples:
       sketchprop plan --model vit

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ..meters.words import plain_data
+from ..core.table import plain_data
 
 
 def say(text: str = "") -> None:

@@ -8,35 +8,27 @@ import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from itertools import pairwise
 from statistics import median
 from time import perf_counter, process_time
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 
-class Prepared(NamedTuple):
-    """Work whose first part is not timed, a forward pass for example."""
-
-    prepare: Callable[[], Any]
-    run: Callable[[Any], object]
-
-
-Work = Callable[[], Any] | Prepared
-
-
 def in_turns(
-    actions: Sequence[Work],
+    actions: Sequence[Callable[[], Any]],
     rounds: int | tuple[int, int],
     device: torch.device,
     seconds: float = 0.0,
+    prepare: Callable[[], object] = lambda: None,
 ) -> list[list[float]]:
     """Seconds of each action in each round, after one round of warming up.
 
     ``rounds``: how many, or the least and the most of them: within these it goes on until
     ``seconds`` are used up. The order changes from round to round: what ran just before decides
     what is in the caches, and in a fixed order that would favour one action in every round.
+    ``prepare``: what is done before each round and not timed, forward passes for example.
     """
     least, most = (rounds, rounds) if isinstance(rounds, int) else rounds
     if least < 1:
@@ -46,32 +38,19 @@ def in_turns(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        _one_round(actions, range(len(actions)), device)
-        start = perf_counter()
-        done = 0
+        start, done = 0.0, -1  # the first round warms up
         while done < least or (done < most and perf_counter() - start < seconds):
-            turn = order.sample(range(len(actions)), len(actions))
-            for i, elapsed in _one_round(actions, turn, device):
-                times[i].append(elapsed)
+            prepare()
+            for i in order.sample(range(len(actions)), len(actions)):
+                elapsed, _ = timed(actions[i], device)
+                if done >= 0:
+                    times[i].append(elapsed)
             done += 1
+            start = start if done else perf_counter()
     finally:
         if collecting:
             gc.enable()
     return times
-
-
-def _one_round(
-    actions: Sequence[Work], turn: Sequence[int], device: torch.device
-) -> list[tuple[int, float]]:
-    # All preparations come first: a forward pass right before would leave every cache full of
-    # its own, which the backward of one layer among many does not meet.
-    ready = [work.prepare() if isinstance(work, Prepared) else None for work in actions]
-    return [(i, _seconds_of(actions[i], ready, i, device)) for i in turn]
-
-
-def _seconds_of(work: Work, ready: list[Any], i: int, device: torch.device) -> float:
-    given, ready[i] = ready[i], None  # a graph is freed as soon as its backward has run
-    return timed(partial(work.run, given) if isinstance(work, Prepared) else work, device)[0]
 
 
 Result = TypeVar("Result")
@@ -127,13 +106,12 @@ def _threads_help(threads: int) -> bool:
     x = torch.ones(SIZE, SIZE)
 
     def median_of(clock: Callable[[], float]) -> float:
-        found = []
-        for _ in range(TRIED + 1):  # the first warms up
-            start = clock()
+        stamps = [clock()]
+        for _ in range(TRIED + 1):
             for _ in range(REPEATS):
                 x @ x
-            found.append(clock() - start)
-        return median(found[1:])
+            stamps.append(clock())
+        return median(b - a for a, b in pairwise(stamps[1:]))  # the first warms up
 
     try:
         torch.set_num_threads(1)

@@ -1,10 +1,11 @@
-"""Tables of reports: described once, shown as text here, in HTML and as pictures elsewhere."""
+"""Reports and their tables: described once, shown as text here, in HTML and pictures elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,24 @@ class Table:
         return "\n".join([*head, shown[0], "─" * len(shown[0]), *shown[1:]])
 
 
-class Report(Protocol):
-    """What can be shown: the answer first, then tables."""
+class Report:
+    """A dataclass that can be shown, the answer first, then tables; and read as plain data."""
 
-    def headline(self) -> str: ...
+    ANSWERS: ClassVar[tuple[str, ...]] = ()
+    """Properties that are part of its data, beside its fields."""
 
-    def tables(self) -> Sequence[Table]: ...
+    def headline(self) -> str:
+        return ""
+
+    def tables(self) -> list[Table]:
+        raise NotImplementedError
+
+    def as_dict(self) -> dict[str, Any]:
+        """Dicts, lists and numbers that JSON knows."""
+        return _entries(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
 
 
 def as_text(report: Report, tables: Sequence[Table] | None = None) -> str:
@@ -97,3 +110,28 @@ def as_text(report: Report, tables: Sequence[Table] | None = None) -> str:
     tables = report.tables() if tables is None else tables
     parts = [report.headline(), *(str(t) for t in tables if t.rows)]
     return "\n\n".join(part for part in parts if part)
+
+
+def plain_data(value: Any) -> Any:
+    """Reports as dicts, lists and numbers that JSON knows; what is not finite becomes None."""
+    if isinstance(value, Report):
+        return value.as_dict()
+    if is_dataclass(value) and not isinstance(value, type):
+        return _entries(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item) for item in value]
+    return finite(value) if isinstance(value, float) else value
+
+
+def _entries(value: Any) -> dict[str, Any]:
+    """The fields that its text shows, and its ``ANSWERS``."""
+    names = [field.name for field in fields(value) if field.repr]
+    names += getattr(value, "ANSWERS", ())
+    return {name: plain_data(getattr(value, name)) for name in names}
+
+
+def finite(value: float) -> float | None:
+    """What can be written; ``None`` for what is not finite."""
+    return value if math.isfinite(value) else None

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..core.cost import Size
-from ..core.table import LAYER, Column, Table, as_text, words
+from ..core.table import LAYER, Column, Report, Table, words
 from ..sketches import AnySketch, Tokens
 from .blocks import SketchedBlock
 from .choose import refusal
@@ -37,7 +37,7 @@ class LayerSummary:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Report):
     """Printable; ``.layers`` for programs, ``.as_dict()`` for logs."""
 
     rows: int
@@ -45,9 +45,6 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    def headline(self) -> str:
-        return ""
 
     def tables(self) -> list[Table]:
         shares = ("kept", f"FLOPs at {self.rows} rows", "saved")
@@ -61,9 +58,6 @@ class Summary:
             for la in self.layers
         ]
         return [Table("", columns, rows)]
-
-    def __str__(self) -> str:
-        return as_text(self)
 
 
 def summary(model: nn.Module, rows: int = 128) -> Summary:

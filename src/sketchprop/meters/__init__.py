@@ -1,15 +1,17 @@
 """Meters: what a sketch does to the gradient, what it costs and what it saves."""
 
-from .advising import Advice, Candidate, Moment, Option, Trial, Way, advise, trial
+from .advising.advice import Advice, Option
+from .advising.advise import advise
+from .advising.candidates import Candidate
+from .advising.trial import Moment, Trial, Way, trial
 from .cost.flops import FlopsReport, measure_flops
 from .cost.memory import MemoryReport, saved_bytes
 from .cost.timing import Times, step_times
-from .measure import MeasureReport, measure
+from .measure import MeasureReport, Verdict, criterion, measure
 from .noise.estimate import Estimate
 from .noise.variance import VarianceReport, measure_variance
 from .plan import PlanReport, plan
 from .unbiased import UnbiasedReport, check_unbiased, expected_gradients
-from .verdict import Verdict, criterion
 
 __all__ = [
     "Advice",

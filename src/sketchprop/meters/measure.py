@@ -1,16 +1,20 @@
-"""What a sketch costs and what it saves, measured on your model, data and machine."""
+"""What a sketch costs and what it saves, measured on your model, data and machine.
+
+Does it pay? ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²). The paper's criterion, ρ(V)(σ² + V) ≤ ρ(0)σ², is
+its limit for a mean gradient g of zero.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
-from ..core.table import LAYER, Column, Table, as_text, words
+from ..core.table import LAYER, Column, Report, Table, words
 from ..layers.transform import exact
 from ..sketches import AnySketch, Planner
 from .cost.flops import FlopsReport, measure_flops
@@ -21,16 +25,67 @@ from .noise.gradients import Loss
 from .noise.pace import DROWNED
 from .noise.variance import Progress, VarianceReport, measure_variance
 from .restore import check_minutes, check_model, restored
-from .verdict import Verdict, criterion
-from .words import amount, change_in_words, plain_data, ratio, with_error
+from .words import amount, change_in_words, ratio, with_error
 
 LEAST_BESIDE = 9
 """Passes of ``measure`` beside a draw for each batch: FLOPs, bytes, two rounds of times."""
 
 
 @dataclass(frozen=True)
-class MeasureReport:
+class Verdict:
+    """SGD needs ∝ ‖g‖² + σ² + V steps of cost ρ: the change of the cost to a given accuracy."""
+
+    ANSWERS: ClassVar[tuple[str, ...]] = ("pays", "certain")
+
+    basis: str
+    """What ρ is: "time" or "FLOPs"."""
+    cost: float
+    """ρ(V)/ρ(0): a sketched step over an exact one."""
+    steps: float
+    """(‖g‖² + σ² + V)/(‖g‖² + σ²): how many times more steps."""
+    change: float
+    """Their product: below 1 sketching pays, 0.8 means a fifth less to the same accuracy."""
+    error: float
+    """Its standard error."""
+
+    @property
+    def pays(self) -> bool:
+        return self.change <= 1
+
+    @property
+    def certain(self) -> bool:
+        """Whether the change differs from 1 by more than two standard errors."""
+        return abs(self.change - 1) > 2 * self.error
+
+
+def criterion(
+    relative: Estimate,
+    cost: float,
+    cost_error: float = 0.0,
+    basis: str = "time",
+    signal: float = 0.0,
+) -> Verdict:
+    """The verdict for V/σ², the cost ratio ρ(V)/ρ(0) and ``signal``, ‖g‖²/σ².
+
+    Errors are propagated to first order; that of ``signal`` is not in them.
+
+    >>> criterion(Estimate(0.5, 0.0), 0.6).pays
+    True
+    >>> criterion(Estimate(0.5, 0.0), 0.7).pays
+    False
+    >>> criterion(Estimate(0.5, 0.0), 0.7, signal=1.0).pays
+    True
+    """
+    steps = 1 + relative.value / (1 + signal)
+    error = math.hypot(cost * relative.error / (1 + signal), steps * cost_error)
+    return Verdict(basis, cost, steps, cost * steps, error)
+
+
+@dataclass(frozen=True)
+class MeasureReport(Report):
     """The answer of ``measure``: printable, ``.pays``, ``.as_dict()``."""
+
+    ANSWERS: ClassVar[tuple[str, ...]] = ("pays", "reliable", "equivalent_batch")
 
     variance: VarianceReport
     flops: FlopsReport
@@ -63,7 +118,12 @@ class MeasureReport:
     @property
     def pays(self) -> bool:
         """Whether ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), by a V that is not a lower bound only."""
-        return self.verdict.pays and self.variance.reliable
+        return self.verdict.pays and self.reliable
+
+    @property
+    def reliable(self) -> bool:
+        """Whether V is known, and not only a lower bound of it."""
+        return self.variance.reliable
 
     @property
     def equivalent_batch(self) -> float:
@@ -73,22 +133,10 @@ class MeasureReport:
         """
         return 1 / (1 + self.relative.value)
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            **{field.name: plain_data(getattr(self, field.name)) for field in fields(self)},
-            "pays": self.pays,
-            "reliable": self.variance.reliable,
-            "equivalent_batch": self.equivalent_batch,
-            "kept_flops": self.flops.kept,
-        }
-
-    def __str__(self) -> str:
-        return as_text(self)
-
     def answer(self) -> tuple[str, str]:
         """ "yes", "no" or "open", and the same in a few words."""
         verdict = self.verdict
-        if not self.variance.reliable:
+        if not self.reliable:
             if verdict.pays:
                 return "open", "Not known: more noise than was seen."
             return "no", "No: it does not pay, and there may be more noise than was seen."
@@ -112,7 +160,7 @@ class MeasureReport:
             f"steps. Together {with_error(verdict.change, verdict.error)}: "
             f"{change_in_words(verdict.change, what)} to the same accuracy."
         ]
-        if self.variance.reliable and not verdict.certain:
+        if self.reliable and not verdict.certain:
             sentences.append(
                 "That is within two standard errors of no change: more batches, draws and rounds "
                 "would tell."
@@ -139,57 +187,29 @@ class MeasureReport:
         return "\n".join([self.answer()[1], *self.explanation()])
 
     def tables(self) -> list[Table]:
-        return [
-            self.figures(),
-            self.verdicts(),
-            self.noise_by_layer(),
-            self.memory_by_layer(),
-        ]
+        return [self.figures(), self.noise_by_layer()]
 
     def figures(self) -> Table:
         """What a sketched step is over an exact one: time, memory, variance, FLOPs, all in all."""
-        verdict, times, flops = self.verdict, self.times, self.flops
+        verdict, flops = self.verdict, self.flops
         before, after = self.exact_memory.total, self.sketched_memory.total
+
+        def against(sketched: float, exact: float, unit: str) -> str:
+            return f"{amount(sketched, unit)}, exact {amount(exact, unit)}"
+
+        noise = f"V/σ² = {self.relative}, ‖g‖²/σ² = {self.variance.relative_signal:.3g}"
+        counted = against(flops.sketched_backward, flops.exact_backward, "")
         rows = [
-            (
-                "saved for backward",
-                ratio(after / max(1, before)),
-                f"{amount(after, 'B')}, exact {amount(before, 'B')}",
-            ),
-            (
-                "gradient's mean square",
-                ratio(verdict.steps),
-                f"V/σ² = {self.relative}, ‖g‖²/σ² = {self.variance.relative_signal:.3g}",
-            ),
-            (
-                "backward FLOPs",
-                ratio(flops.kept),
-                f"{amount(flops.sketched_backward, '')}, exact {amount(flops.exact_backward, '')}",
-            ),
+            ("saved for backward", ratio(after / max(1, before)), against(after, before, "B")),
+            ("gradient's mean square", ratio(verdict.steps), noise),
+            ("backward FLOPs", ratio(flops.kept), counted),
             (f"in all, by {verdict.basis}", ratio(verdict.change), "below 1 it pays"),
         ]
-        if times is not None:
-            seconds = f"{amount(times.sketched, 's')}, exact {amount(times.exact, 's')}"
-            rows.insert(0, ("time of a step", ratio(times.ratio), seconds))
+        if self.times is not None:
+            seconds = against(self.times.sketched, self.times.exact, "s")
+            rows.insert(0, ("time of a step", ratio(self.times.ratio), seconds))
         columns = (words("a sketched step"), Column("over exact"), words("namely"))
         return Table("In short", columns, rows)
-
-    def verdicts(self) -> Table:
-        """ρ(V)/ρ(0), (‖g‖² + σ² + V)/(‖g‖² + σ²) and their product, by time and by FLOPs."""
-        columns = (
-            *(words("judged"), Column("a step costs"), Column("steps")),
-            *(Column("in all"), words("pays")),
-        )
-        rows = [
-            (
-                *(f"by {v.basis}", ratio(v.cost), ratio(v.steps), with_error(v.change, v.error)),
-                ("yes" if v.pays else "no") + ("" if v.certain else ", within its error"),
-            )
-            for v in (self.by_time, self.by_flops)
-            if v is not None
-        ]
-        note = "What a step costs × how many are needed, over exact training. Below 1 is a gain."
-        return Table("Cost × steps", columns, rows, note)
 
     def noise_by_layer(self) -> Table:
         """V by the layer that injected it; no rows if it was not split."""
@@ -216,26 +236,6 @@ class MeasureReport:
             note += f" Layer {LAYER.write(worst.layer)} brings most, {share:.0f} % of it."
         title = "Where the noise is made: V by the layer that injected it"
         return Table(title, columns, rows, note)
-
-    def memory_by_layer(self) -> Table:
-        """Bytes saved for backward by each layer that is or could be sketched."""
-        before = {line.layer: line.saved for line in self.exact_memory.layers}
-        titles = ("exact kB", "sketched kB", "shared kB")
-        columns = (LAYER, *(Column(t, ".1f", scale=1e-3) for t in titles), words("with"))
-        rows = [
-            (
-                *(line.layer, before.get(line.layer, 0), line.saved, line.shared),
-                ", ".join(line.holders),
-            )
-            for line in self.sketched_memory.layers
-        ]
-        total, whole = self.sketched_memory.total, self.exact_memory.total
-        note = (
-            f"The whole model saves {amount(total, 'B')} for backward, exact {amount(whole, 'B')}, "
-            "each buffer once and without the batch itself. Blocks with kept tokens keep less; "
-            "single layers only where they draw in forward and nothing else keeps the buffer."
-        )
-        return Table("Memory: saved for backward", columns, rows, note)
 
 
 def measure(

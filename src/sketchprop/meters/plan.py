@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..core.stopwatch import in_turns
-from ..core.table import LAYER, Column, Table, as_text, words
-from ..layers import Sketching
+from ..core.table import LAYER, Column, Report, Table, words
 from ..layers.choose import Filter, choose
 from ..layers.isolation import no_gradient_hooks, twin
 from ..layers.transform import exact, sketch_
@@ -30,6 +31,8 @@ WORTH = 0.9
 class LayerPlan:
     """One layer that could be sketched."""
 
+    ANSWERS: ClassVar[tuple[str, ...]] = ("saved_seconds",)
+
     layer: str
     kind: str
     rows: int
@@ -39,15 +42,8 @@ class LayerPlan:
     uses: int
     seconds: float
     """Its exact backward, all uses together."""
-    time_share: float
-    """Of the backward of the whole model."""
-    flops_share: float
-    """Of the FLOPs of all layers listed."""
     ratio: float | None
     """Sketched over exact time of this layer; ``None`` if the sketch cannot take it."""
-    flops_ratio: float | None
-    break_even: float | None
-    """The kept fraction below which sketching is faster; 0.0: never."""
     worth: bool
     note: str
 
@@ -57,8 +53,10 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class PlanReport:
+class PlanReport(Report):
     """The answer of ``plan``: printable, ``.worthwhile``, ``.as_dict()``."""
+
+    ANSWERS: ClassVar[tuple[str, ...]] = ("backward_ratio",)
 
     sketch: AnySketch
     backward_seconds: float
@@ -76,15 +74,8 @@ class PlanReport:
         return max(0.0, 1 - saved / self.backward_seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "sketch": repr(self.sketch),
-            "backward_seconds": self.backward_seconds,
-            "backward_ratio": self.backward_ratio,
-            "worthwhile": list(self.worthwhile),
-            "layers": [
-                {**asdict(line), "saved_seconds": line.saved_seconds} for line in self.layers
-            ],
-        }
+        said = {"sketch": repr(self.sketch), "worthwhile": list(self.worthwhile)}
+        return {**super().as_dict(), **said}
 
     def headline(self) -> str:
         """How many layers, and what the backward pass would take."""
@@ -99,23 +90,19 @@ class PlanReport:
         """A row for each layer."""
         columns = (
             *(LAYER, words("kind"), Column("rows"), words("n × d"), Column("ms", ".3f", scale=1e3)),
-            *(Column("of backward", ".1%"), Column("FLOPs", ".1%"), Column("ratio", ".2f")),
-            *(Column("saves ms", ".3f", scale=1e3), Column("break-even", ".2f")),
-            words("sketch it?"),
+            *(Column("of backward", ".1%"), Column("ratio", ".2f")),
+            *(Column("saves ms", ".3f", scale=1e3), words("sketch it?")),
         )
         rows = [
             (
                 *(line.layer, line.kind + (f" ×{line.uses}" if line.uses > 1 else "")),
-                *(line.rows, line.shape, line.seconds, line.time_share, line.flops_share),
-                *(line.ratio, line.saved_seconds, line.break_even),
+                *(line.rows, line.shape, line.seconds, line.seconds / self.backward_seconds),
+                *(line.ratio, line.saved_seconds),
                 ("yes" if line.worth else "no") + (f": {line.note}" if line.note else ""),
             )
             for line in self.layers
         ]
         return [Table(f"The plan for {self.sketch!r}, layer by layer", columns, rows)]
-
-    def __str__(self) -> str:
-        return as_text(self)
 
 
 def plan(
@@ -135,8 +122,8 @@ def plan(
     only layers that ``sketch_(model, sketch, filter_fn)`` takes: by default not the last one.
 
     Each layer's backward is timed on this machine, alone, at the shapes it has in the model,
-    exact and sketched in ``rounds`` of turns; a second budget gives the break-even by a straight
-    line. Layers of equal shapes are timed once. The model is left as it was.
+    exact and sketched in ``rounds`` of turns. Layers of equal shapes are timed once. The model is
+    left as it was.
 
         report = plan(model, None, x)
         sketch_(model, report.worthwhile)
@@ -153,103 +140,54 @@ def plan(
         with recorded_uses(layers) as recorded:
             value = scalar_loss(loss_fn, model, batch)
             uses = list(recorded)
-        backward = _backward_seconds(model, value, rounds)
-        del value
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        run = partial(torch.autograd.grad, value, parameters, allow_unused=True, retain_graph=True)
+        with no_gradient_hooks(parameters):
+            backward = median(in_turns([run], rounds, value.device)[0])
+        del value, run
         uses = [use for use in uses if use.exact_flops]
         if not uses:
             raise ValueError("no layer that can be sketched takes part in this backward pass")
-        timer = _LayerTimer(sketch, rounds)
+        times: dict[object, Times] = {}
         lines = tuple(
-            _line([use for use in uses if use.name == name], reasons[name], timer, backward, uses)
+            _line([use for use in uses if use.name == name], sketch, reasons[name], rounds, times)
             for name in dict.fromkeys(use.name for use in uses)
         )
     return PlanReport(sketch, backward, lines)
 
 
-def _backward_seconds(model: nn.Module, value: Tensor, rounds: int) -> float:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-
-    def backward() -> Any:
-        return torch.autograd.grad(value, parameters, allow_unused=True, retain_graph=True)
-
-    with no_gradient_hooks(parameters):
-        (seconds,) = in_turns([backward], rounds, value.device)
-    return compare(seconds, seconds).exact
-
-
 def _line(
-    uses: list[Use], reason: str, timer: _LayerTimer, backward: float, everything: list[Use]
+    uses: list[Use], sketch: AnySketch, reason: str, rounds: int, known: dict[object, Times]
 ) -> LayerPlan:
-    """``reason``: why ``sketch_`` does not take it; empty if it does."""
-    layer, sketch = uses[0].layer, timer.sketch
+    """``reason``: why ``sketch_`` does not take it, empty if it does; ``known``: times so far."""
+    use = uses[0]
     able = reason in ("", NOT_TAKEN)
-    times, break_even = timer.times(uses[0], able)
-    largest = max(uses[0].products, key=lambda product: product.n * product.d)
-    exact_flops = sum(use.exact_flops for use in uses)
-    seconds = times.exact * len(uses)
-    sketched_flops = sum(use.sketched_flops(Sketching(sketch)) for use in uses)
-    keeps_all = all(sketch.keeps_all(p.B, p.n, p.d) for p in uses[0].products)
-    timed_both = able and not keeps_all
-    faster = timed_both and times.ratio <= WORTH
+    key = (type(use.layer), use.products, _signature(use), able)
+    if key not in known:
+        device = next(use.layer.parameters()).device
+        # What the sketch cannot take is compared with itself.
+        actions = [_backward(use, s, device) for s in (None, sketch if able else None)]
+        known[key] = compare(*in_turns(actions, rounds, device))
+    times = known[key]
+    keeps_all = all(sketch.keeps_all(p.B, p.n, p.d) for p in use.products)
+    faster = able and not keeps_all and times.ratio <= WORTH
     note = reason
     if able and keeps_all:
         note = "the budget keeps everything"
     elif able and not faster:
         note = "too small to gain" if times.ratio > 1 else "hardly faster"
+    largest = max(use.products, key=lambda product: product.n * product.d)
     return LayerPlan(
-        layer=uses[0].name,
-        kind=type(layer).__name__.removeprefix("Sketched"),
+        layer=use.name,
+        kind=type(use.layer).__name__.removeprefix("Sketched"),
         rows=largest.B,
         shape=(largest.n, largest.d),
         uses=len(uses),
-        seconds=seconds,
-        time_share=seconds / backward,
-        flops_share=exact_flops / sum(use.exact_flops for use in everything),
-        ratio=times.ratio if timed_both else None,
-        flops_ratio=sketched_flops / exact_flops if timed_both else None,
-        break_even=break_even if timed_both else None,
+        seconds=times.exact * len(uses),
+        ratio=times.ratio if able and not keeps_all else None,
         worth=faster and not reason,
         note=note,
     )
-
-
-class _LayerTimer:
-    """Times one layer alone; layers of equal kinds and shapes once."""
-
-    def __init__(self, sketch: AnySketch, rounds: int) -> None:
-        self.sketch = sketch
-        self.rounds = rounds
-        self._times: dict[object, tuple[Times, float | None]] = {}
-
-    def times(self, use: Use, sketched: bool) -> tuple[Times, float | None]:
-        """Exact and sketched, and the break-even."""
-        key = (type(use.layer), use.products, _signature(use), sketched)
-        if key not in self._times:
-            self._times[key] = self._time(use, sketched)
-        return self._times[key]
-
-    def _time(self, use: Use, sketched: bool) -> tuple[Times, float | None]:
-        device = next(use.layer.parameters()).device
-        actions = [_backward(use, None, device)]
-        if not sketched:
-            (alone,) = in_turns(actions, self.rounds, device)
-            return compare(alone, alone), None
-        shares = [self.sketch.kept(*size[:3]) for size in use.products]
-        share = sum(shares) / len(shares)
-        budget = 0.5 if share < 0.4 else 0.1
-        for s in (self.sketch, self.sketch.with_budget(budget)):
-            actions.append(_backward(use, s, device))
-        seconds = in_turns(actions, self.rounds, device)
-        times, second = (compare(seconds[0], other) for other in seconds[1:])
-        return times, break_even((share, times.ratio), (budget, second.ratio))
-
-
-def break_even(first: tuple[float, float], second: tuple[float, float]) -> float:
-    """The kept fraction at which the ratio reaches 1, on the line through two (kept, ratio)."""
-    (p, ratio), (q, other) = sorted((first, second))
-    if other <= ratio:  # noise, or a sketch whose cost does not depend on its budget
-        return 1.0 if (ratio + other) / 2 < 1 else 0.0
-    return min(1.0, max(0.0, p + (1 - ratio) * (q - p) / (other - ratio)))
 
 
 def _backward(use: Use, sketch: AnySketch | None, device: torch.device) -> Callable[[], Any]:

@@ -53,8 +53,8 @@ def restored(
         stack.enter_context(random_state_kept())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.callback(_put_back, list(map(_state, model.modules())))
-        stack.callback(_put_gradients_back, [(p, p.grad) for p in model.parameters()])
+        states = [(m, type(m), m.training, vars(m).get(SKETCHING)) for m in model.modules()]
+        stack.callback(_put_back, states, [(p, p.grad) for p in model.parameters()])
         buffers = Buffers(model)
         stack.callback(buffers.restore)
         for module in model.modules():
@@ -69,14 +69,10 @@ def restored(
         yield buffers
 
 
-_State = tuple[nn.Module, type[nn.Module], bool, Sketching | None]
-
-
-def _state(module: nn.Module) -> _State:
-    return module, type(module), module.training, vars(module).get(SKETCHING)
-
-
-def _put_back(states: list[_State]) -> None:
+def _put_back(
+    states: list[tuple[nn.Module, type[nn.Module], bool, Sketching | None]],
+    gradients: list[tuple[nn.Parameter, Tensor | None]],
+) -> None:
     for module, kind, training, sketching in states:
         if type(module) is not kind:
             module.__class__ = kind
@@ -84,9 +80,6 @@ def _put_back(states: list[_State]) -> None:
         vars(module).pop(SKETCHING, None)
         if sketching is not None:
             vars(module)[SKETCHING] = sketching
-
-
-def _put_gradients_back(gradients: list[tuple[nn.Parameter, Tensor | None]]) -> None:
     for parameter, grad in gradients:
         parameter.grad = grad
 
@@ -100,12 +93,12 @@ def call_hooks(
     """``before(layer, args, kwargs)`` and ``after(layer, args, kwargs, output)`` at each call."""
     with ExitStack() as stack:
         for layer in layers:
-            if before is not None:
-                handle = layer.register_forward_pre_hook(before, with_kwargs=True)
-                stack.callback(handle.remove)
-            if after is not None:
-                handle = layer.register_forward_hook(after, with_kwargs=True)
-                stack.callback(handle.remove)
+            for register, hook in (
+                (layer.register_forward_pre_hook, before),
+                (layer.register_forward_hook, after),
+            ):
+                if hook is not None:
+                    stack.callback(register(hook, with_kwargs=True).remove)
         yield
 
 

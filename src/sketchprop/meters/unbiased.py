@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..core.enumeration import expectation
 from ..core.random import random_state_kept
 from ..core.sampling import Uniforms
-from ..core.table import Column, Table, words
+from ..core.table import Column, Report, Table, as_text, words
 from ..core.vjp import Vjp
 from ..sketches import AnySketch, LayerSketch, Planner, Sketch, Split
 from .noise.gradients import Gradients, Loss
@@ -38,8 +38,10 @@ class MeanError:
 
 
 @dataclass(frozen=True)
-class UnbiasedReport:
+class UnbiasedReport(Report):
     """The answer of ``check_unbiased``: printable, ``.ok``, ``.as_dict()``."""
+
+    ANSWERS: ClassVar[tuple[str, ...]] = ("ok",)
 
     subject: str
     method: str
@@ -48,14 +50,11 @@ class UnbiasedReport:
 
     @property
     def ok(self) -> bool:
-        return all(entry.ok for entry in self.entries)
+        return not self.biased
 
     @property
     def biased(self) -> tuple[MeanError, ...]:
         return tuple(entry for entry in self.entries if not entry.ok)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ok": self.ok}
 
     def headline(self) -> str:
         """The verdict, how it was reached, and the limit."""
@@ -66,24 +65,18 @@ class UnbiasedReport:
 
     def tables(self) -> list[Table]:
         """A row for each case and gradient."""
-        return [_entry_table(self.entries)]
-
-    def biased_tables(self) -> list[Table]:
-        """The rows that are biased alone."""
-        return [_entry_table(self.biased)]
+        columns = (
+            *(words("case"), words("gradient"), Column("error of the mean", ".1e")),
+            *(Column("z", ".1f"), words("")),
+        )
+        rows = [
+            (e.case, e.gradient, e.error, e.z, "ok" if e.ok else "BIASED") for e in self.entries
+        ]
+        return [Table("", columns, rows)]
 
     def __str__(self) -> str:
         """The verdict, and the rows that are biased; ``tables()`` has all rows."""
-        return "\n\n".join([self.headline(), *(str(t) for t in self.biased_tables() if t.rows)])
-
-
-def _entry_table(entries: Sequence[MeanError]) -> Table:
-    columns = (
-        *(words("case"), words("gradient"), Column("error of the mean", ".1e")),
-        *(Column("z", ".1f"), words("")),
-    )
-    rows = [(e.case, e.gradient, e.error, e.z, "ok" if e.ok else "BIASED") for e in entries]
-    return Table("", columns, rows)
+        return as_text(self, replace(self, entries=self.biased).tables())
 
 
 @dataclass(frozen=True)
@@ -99,10 +92,6 @@ class Case:
     def truth(self) -> tuple[Tensor, ...]:
         """dX, dW, db."""
         return self.G @ self.W, self.G.mT @ self.X, self.G.sum(0)
-
-    @property
-    def vjp(self) -> Vjp:
-        return Vjp(self.G, self.W, self.X)
 
 
 SIZE = 8, 7, 6
@@ -130,19 +119,16 @@ CASES: dict[str, tuple[tuple[int, int, int], Callable[[Case], object] | None]] =
 def cases() -> tuple[Case, ...]:
     """``CASES`` with numbers, the same ones each time."""
     generator = torch.Generator().manual_seed(0)
-
-    def case(name: str) -> Case:
-        (B, n, d), change = CASES[name]
+    made = []
+    for name, ((B, n, d), change) in CASES.items():
         G, W, X = (
             torch.randn(shape, dtype=torch.float64, generator=generator)
             for shape in ((B, n), (n, d), (B, d))
         )
-        case = Case(name, G, W, X)
+        made.append(Case(name, G, W, X))
         if change is not None:
-            change(case)
-        return case
-
-    return tuple(map(case, CASES))
+            change(made[-1])
+    return tuple(made)
 
 
 def expected_gradients(
@@ -229,7 +215,10 @@ def _check_callable(subject: Callable[..., Any], draws: int, seed: int) -> Unbia
     with random_state_kept():
         torch.manual_seed(seed)
         for case in cases():
-            drawn = (_gradients(subject(case.vjp), case.W, case.X) for _ in range(draws))
+            drawn = (
+                _gradients(subject(Vjp(case.G, case.W, case.X)), case.W, case.X)
+                for _ in range(draws)
+            )
             tallies += _tallied(case.name, GRADIENTS, case.truth, drawn)
     return _monte_carlo_report(repr(subject), tallies, draws)
 
@@ -259,20 +248,21 @@ class _Tally:
     def __init__(self, case: str, gradient: str, truth: Tensor) -> None:
         self.case, self.gradient = case, gradient
         self.truth = truth.detach().double()
-        self.rounding = 16 * torch.finfo(truth.dtype).eps * float(self.truth.norm())
+        self.size = float(self.truth.norm())
+        self.rounding = 16 * torch.finfo(truth.dtype).eps * self.size
         signs = torch.randint(0, 2, (self.DIRECTIONS, truth.numel()), dtype=torch.bool)
         signs = signs.to(truth.device).double() * 2 - 1
         signs[0] = self.truth.flatten()
         self.directions = signs / signs.norm(dim=1, keepdim=True).clamp(min=1e-300)
-        self.sum = torch.zeros_like(self.truth)
+        self.error = torch.zeros_like(self.truth)
         self.along: list[Tensor] = []
 
     def add(self, estimate: Tensor) -> None:
-        estimate = estimate.detach().double()
-        self.sum += estimate
-        self.along.append(self.directions @ (estimate - self.truth).flatten())
+        error = estimate.detach().double() - self.truth
+        self.error += error
+        self.along.append(self.directions @ error.flatten())
 
-    def result(self, rounding: float) -> tuple[float, float]:
+    def entry(self, rounding: float, limit: float) -> MeanError:
         """The relative error of the mean, and the largest |z|.
 
         Below ``rounding`` there is no deviation to speak of: a bias before a BatchNorm has a
@@ -280,9 +270,10 @@ class _Tally:
         """
         along = torch.stack(self.along)
         mean, spread = along.mean(0).abs(), along.std(0) / len(self.along) ** 0.5
-        noise = max(1e-6 * float(self.truth.norm()), rounding)
-        z = torch.where(mean <= noise, 0.0, mean / spread)
-        return _relative(self.sum / len(self.along) - self.truth, self.truth), float(z.max())
+        noise = max(1e-6 * self.size, rounding)
+        z = float(torch.where(mean <= noise, 0.0, mean / spread).max())
+        error = _relative(self.error / len(self.along), self.truth)
+        return MeanError(self.case, self.gradient, error, z, z <= limit)
 
 
 def _tallied(
@@ -297,12 +288,11 @@ def _tallied(
 
 def _monte_carlo_report(subject: str, tallies: Sequence[_Tally], draws: int) -> UnbiasedReport:
     limit = NormalDist().inv_cdf(1 - 0.5e-6 / (_Tally.DIRECTIONS * len(tallies)))
-    entries = []
-    for tally in tallies:
-        largest = max(t.rounding for t in tallies if t.case == tally.case)
-        error, z = tally.result(max(1e-12, largest))
-        entries.append(MeanError(tally.case, tally.gradient, error, z, z <= limit))
-    return UnbiasedReport(subject, f"Monte Carlo, {draws} draws", limit, tuple(entries))
+    entries = tuple(
+        tally.entry(max(1e-12, *(t.rounding for t in tallies if t.case == tally.case)), limit)
+        for tally in tallies
+    )
+    return UnbiasedReport(subject, f"Monte Carlo, {draws} draws", limit, entries)
 
 
 def _relative(error: Tensor, truth: Tensor) -> float:

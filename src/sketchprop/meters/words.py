@@ -1,11 +1,8 @@
-"""Numbers as people say them, and as JSON does."""
+"""Numbers as people say them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any
 
 ABSURD = 1000
 """From here on a factor is not worth its digits."""
@@ -62,21 +59,3 @@ def change_in_words(change: float, what: str) -> str:
     if share < 0.005:
         return f"the same {what}"
     return f"{100 * share:.0f} % {'less' if change < 1 else 'more'} {what}"
-
-
-def finite(value: float) -> float | None:
-    """What can be written; ``None`` for what is not finite."""
-    return value if math.isfinite(value) else None
-
-
-def plain_data(value: Any) -> Any:
-    """Reports as dicts, lists and numbers that JSON knows; what is not finite becomes None."""
-    if hasattr(value, "as_dict"):
-        return plain_data(value.as_dict())
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain_data(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain_data(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_data(item) for item in value]
-    return finite(value) if isinstance(value, float) else value

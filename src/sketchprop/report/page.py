@@ -14,9 +14,9 @@ import torch
 
 from .._version import __version__
 from ..core.stopwatch import cpu_name
+from ..core.table import plain_data
 from ..meters import MeasureReport, PlanReport
-from ..meters.words import plain_data
-from .pictures import BarChart, as_svg, noise_chart, plan_chart, require_matplotlib
+from .pictures import as_svg, noise_chart, plan_chart, require_matplotlib
 
 
 def html_report(
@@ -40,12 +40,7 @@ def html_report(
     if measured.times is not None:
         rounds = measured.times.rounds
         facts["timed steps"] = f"{rounds} exact and {rounds} sketched in turns, medians"
-    charts = [
-        BarChart(measured.verdicts(), ()),
-        noise_chart(measured),
-        BarChart(measured.memory_by_layer(), ("exact kB", "sketched kB", "shared kB")),
-        *map(plan_chart, plans),
-    ]
+    charts = [noise_chart(measured), *map(plan_chart, plans)]
     sketches = [line.sketch for line in measured.variance.layers]
     numbers = {"facts": facts, "measure": measured.as_dict(), "plans": [p.as_dict() for p in plans]}
     page: str = _template().render(

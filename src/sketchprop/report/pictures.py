@@ -33,7 +33,7 @@ class BarChart:
 
     table: Table
     shown: Sequence[str]
-    """Titles of the columns, what is exact first; without any there is only the table."""
+    """Titles of the columns, what is exact first."""
 
     @property
     def title(self) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+from ..core.table import plain_data
 from ..meters.noise.pace import HUGE
-from ..meters.words import plain_data
 from .rule import LADDER, Problem, best, calmed, odds, undrowned
 
 GAIN = 0.02
@@ -95,10 +94,6 @@ class Controller:
     def frozen_times(self) -> bool:
         return len(self.times) >= TIMED
 
-    @property
-    def exact(self) -> bool:
-        return all(p == 1 for p in self.budgets)
-
     def probe_rungs(self) -> list[float]:
         """The budgets to probe at: those in force; where it is exact, two and four rungs down.
 
@@ -119,19 +114,13 @@ class Controller:
         if not self.frozen_times:
             self.times.append({**plain_data(probe), "rungs": rungs})
         self._learn_noise(probe, rungs)
-        problem = self.problem()
-        before = list(self.budgets)
+        problem, before = self.problem(), self.budgets
         self.budgets, why = self._target(problem)
-        self.stays = self.stays + 1 if self.exact and before == self.budgets else 0
-        now = self.budgets
-        return {
-            "moved": before != now,
-            "why": why,
-            "change": problem.change(now),
-            "noise": problem.added(now),
-            "time": problem.time(now) / problem.time([1.0] * len(now)),
-            "power": self.power,
-        }
+        now, exact = self.budgets, [1.0] * len(before)
+        self.stays = self.stays + 1 if before == now == exact else 0
+        said = {"change": problem.change(now), "noise": problem.added(now)}
+        time = problem.time(now) / problem.time(exact)
+        return {"moved": before != now, "why": why, **said, "time": time, "power": self.power}
 
     def watch(self, probe: Probe) -> dict[str, Any]:
         """What sketches that stay as they are do to a step; noise as in ``learn``."""
@@ -180,17 +169,11 @@ class Controller:
 
     def _lines(self) -> tuple[list[float], list[float]]:
         """cᵢ and hᵢ: a line for each kind of units, over all probes, corrected by the whole."""
-        savings: defaultdict[int, defaultdict[float, list[float]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+        savings: dict[int, dict[float, list[float]]] = {kind: {} for kind in self.kinds}
         for timed in self.times:
             for kind, p, alone in zip(self.kinds, timed["rungs"], timed["alone"], strict=True):
-                savings[kind][1 - p].append(timed["exact"] - alone)
-        fits = {
-            kind: _line({u: median(s) for u, s in points.items()})
-            for kind, points in savings.items()
-        }
-        lines = [fits[kind] for kind in self.kinds]
+                savings[kind].setdefault(1 - p, []).append(timed["exact"] - alone)
+        lines = [_line({u: median(s) for u, s in savings[k].items()}) for k in self.kinds]
         together = [timed["exact"] - timed["together"] for timed in self.times]
         ratios = []
         for timed, saved in zip(self.times, together, strict=True):

@@ -10,7 +10,7 @@ than 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..meters.noise.pace import DROWNED
@@ -97,18 +97,20 @@ def _descend(problem: Problem, ladder: Sequence[float], p: list[float]) -> list[
 
 def calmed(problem: Problem, p: Sequence[float], ladder: Sequence[float]) -> list[float]:
     """``p`` with the noisiest unit a rung higher, again and again, until V ≤ (‖g‖² + σ²)/5."""
-    p = list(p)
-    while problem.added(p) > CALM:
-        parts = problem.parts(p)
-        worst = parts.index(max(parts))
-        p[worst] = min(rung for rung in ladder if rung > p[worst])
-    return p
+    return _quieter(problem, p, CALM, lambda q: min(rung for rung in ladder if rung > q))
 
 
 def undrowned(problem: Problem, p: Sequence[float]) -> list[float]:
     """``p`` with the noisiest units exact, until V ≤ (‖g‖² + σ²)/3; most often ``p`` itself."""
+    return _quieter(problem, p, DROWNED, lambda q: 1.0)
+
+
+def _quieter(
+    problem: Problem, p: Sequence[float], limit: float, higher: Callable[[float], float]
+) -> list[float]:
     p = list(p)
-    while problem.added(p) > DROWNED:
+    while problem.added(p) > limit:
         parts = problem.parts(p)
-        p[parts.index(max(parts))] = 1.0
+        worst = parts.index(max(parts))
+        p[worst] = higher(p[worst])
     return p

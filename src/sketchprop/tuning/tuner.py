@@ -7,13 +7,12 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.checks import check_budget
 from ..core.stopwatch import timed
@@ -22,7 +21,6 @@ from ..layers.isolation import no_gradient_hooks
 from ..meters.noise.gradients import Gradients, Loss, squared_distance
 from ..meters.noise.pace import Pace, adaptive, noise_by_parameter, ready
 from ..meters.restore import check_model, restored
-from ..sketches import AnySketch, Tokens
 from .controller import Controller, Probe, affordable, check_ladder
 from .rule import LADDER
 from .together import agreed, check_plain
@@ -115,7 +113,7 @@ class Tuner:
         self._arrange(self._most)
         self._sketches = {m: m.sketching.sketch for group in self.groups.values() for m in group}
         self.next_probe = self._wait()
-        self._apply("not probed yet")
+        self._give(self.controller.budgets, "not probed yet")
         if steps is not None:
             self.expect(steps)
 
@@ -145,7 +143,7 @@ class Tuner:
         if self.next_probe > steps:
             why = f"no probe fits into {self.share:.0%} of {steps} steps"
             _log.warning("Tuner: %s, so budgets stay as they are; give a larger share=", why)
-        self._apply(why)
+        self._give(self.controller.budgets, why)
 
     def _wait(self) -> int:
         """Steps until the next probe.
@@ -177,25 +175,21 @@ class Tuner:
         if self._left is not None:
             self._intervals.append(self.clock() - self._left)
         entry = None
-        if self.step >= self.next_probe and self._ready():
+        # Not inside of ``exact``, and not before the optimizer knows what it divides by.
+        inside = all(module.sketching.exact for module in self._sketches)
+        if self.step >= self.next_probe and not inside and ready(self.optimizer):
             entry = self._decide(batch)
         # Only the batch just before a probe is needed: no other is kept alive.
         self._before = batch if self.step + 1 >= self.next_probe else None
         self._left = self.clock()
         return entry
 
-    def _ready(self) -> bool:
-        """Not inside of ``exact``, and not before the optimizer knows what it divides by."""
-        if all(module.sketching.exact for module in self._sketches):
-            return False
-        return self.optimizer is None or ready(self.optimizer)
-
     def _decide(self, batch: Any) -> dict[str, Any]:
         start = self.clock()
         probe = agreed(self._probe(batch, start), next(self.model.parameters()).device)
         self.spent += max(0.0, probe.cost)
         decision = (self.controller.watch if self.frozen else self.controller.learn)(probe)
-        self._apply(f"tuned at step {self.step}: {decision['why']}")
+        self._give(self.controller.budgets, f"tuned at step {self.step}: {decision['why']}")
         entry = {"step": self.step, **decision, "spent": self.spent, "budgets": self.budgets}
         self.log.append(entry)
         self.next_probe = self.step + self._wait()
@@ -213,9 +207,6 @@ class Tuner:
         with restored(self.model) as buffers, no_gradient_hooks(parameters):
             gradients = Gradients(self.model, self.loss_fn, buffers, seed=self.step)
 
-            def exact() -> tuple[float, list[Tensor]]:
-                return timed(partial(gradients.exact, batch), gradients.device, self.clock)
-
             def sketched(budgets: list[float]) -> tuple[float, list[float]]:
                 """Seconds, and V by parameter."""
                 self._give(budgets)
@@ -223,6 +214,7 @@ class Tuner:
                 seconds, drawn = timed(run, gradients.device, self.clock)
                 return seconds, noise_by_parameter(drawn, plain)
 
+            exact = partial(timed, partial(gradients.exact, batch), gradients.device, self.clock)
             with gradients.switch.installed():
                 # The first pass warms up; over the batch before it tells σ², too.
                 other = gradients.exact(batch if self._before is None else self._before)
@@ -256,23 +248,17 @@ class Tuner:
             sigma2=sigma2,
         )
 
-    def _give(self, budgets: Sequence[float]) -> None:
-        if self.frozen:
-            return
+    def _give(self, budgets: Sequence[float], why: str = "") -> None:
         for group, budget in zip(self.groups.values(), budgets, strict=True):
-            for module in group:
-                sketch = _at(self._sketches[module], budget)
+            for module in () if self.frozen else group:
+                state, sketch = module.sketching, self._sketches[module].with_budget(budget)
                 # Only what changes: under torch.compile a new sketch is looked at anew.
-                if module.sketching.sketch != sketch:
-                    module.sketching.sketch = sketch
-                if module.sketching.idle != (budget == 1):
-                    module.sketching.idle = budget == 1
-
-    def _apply(self, why: str) -> None:
-        self._give(self.controller.budgets)
-        for group, budget in zip(self.groups.values(), self.controller.budgets, strict=True):
-            for module in group if not self.frozen else ():
-                module.sketching.tuned = f"{'exact' if budget == 1 else f'{budget:g}'}, {why}"
+                if state.sketch != sketch:
+                    state.sketch = sketch
+                if state.idle != (budget == 1):
+                    state.idle = budget == 1  # at 1.0 nothing draws
+                if why:
+                    state.tuned = f"{'exact' if budget == 1 else f'{budget:g}'}, {why}"
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, texts, lists and dicts: it goes through JSON."""
@@ -300,7 +286,7 @@ class Tuner:
         self.spent = state["spent"]
         self.controller = Controller.from_state(state["controller"])
         self.log = [dict(entry) for entry in state["log"]]
-        self._apply("resumed")
+        self._give(self.controller.budgets, "resumed")
 
 
 def _groups(model: nn.Module, most: int) -> dict[str, list[Any]]:
@@ -316,21 +302,12 @@ def _groups(model: nn.Module, most: int) -> dict[str, list[Any]]:
     count = min(most, len(units))
     edges = [round(i * len(units) / count) for i in range(count + 1)]
     parts = [units[a:b] for a, b in itertools.pairwise(edges)]
-    return {_range([name for name, _ in part]): [module for _, module in part] for part in parts}
-
-
-def _range(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    names = [[name for name, _ in part] for part in parts]
+    texts = [each[0] if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in names]
+    return {text: [m for _, m in part] for text, part in zip(texts, parts, strict=True)}
 
 
 def _kind(module: Any) -> tuple[Any, ...]:
     """Equal for layers whose backward takes the same time."""
     sketch = repr(module.sketching.sketch.with_budget(0.5))
     return type(module), sketch, module.matrices(module)
-
-
-def _at(sketch: AnySketch, budget: float) -> AnySketch:
-    """The sketch with this budget; at 1.0 nothing of it draws."""
-    if budget == 1 and isinstance(sketch, Tokens):
-        return replace(sketch, budget=1.0, queries=1.0, keys=1.0)
-    return sketch.with_budget(budget)

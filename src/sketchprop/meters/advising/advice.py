@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
 
 from torch import nn
 
-from ...core.table import Column, Table, as_text, words
+from ...core.table import Column, Report, Table, words
+from ..noise.estimate import Estimate
 from ..noise.pace import DROWNED
-from ..words import change_in_words, finite, plain_data, ratio, with_error
+from ..words import change_in_words, ratio, with_error
 from .candidates import Candidate
 from .trial import Trial
 
@@ -41,6 +42,11 @@ class Option:
     note: str = ""
 
     @property
+    def in_all(self) -> Estimate | None:
+        """The change with its error."""
+        return None if self.change is None else Estimate(self.change, self.error)
+
+    @property
     def sound(self) -> bool:
         """Whether it was measured, and its noise does not drown the gradient."""
         return self.change is not None and self.noise is not None and self.noise <= DROWNED
@@ -56,8 +62,10 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Advice:
+class Advice(Report):
     """The answer of ``advise``: printable, ``.pays``, ``.line``, ``.reason``, ``.apply_()``."""
+
+    ANSWERS: ClassVar[tuple[str, ...]] = ("pays", "change", "line", "reason")
 
     options: tuple[Option, ...]
     control: Option | None
@@ -70,7 +78,7 @@ class Advice:
     batches: int
     seconds: float
     warnings: tuple[str, ...]
-    candidates: Mapping[str, Candidate]
+    candidates: Mapping[str, Candidate] = field(repr=False)
     """By the option's name: what to do."""
     trial: Trial | None = None
     """A short training that followed, if it was asked for."""
@@ -152,26 +160,15 @@ class Advice:
         """Sketches ``model`` as advised, in place; leaves it as it is for 'stay exact'."""
         return self.candidates[self.closest.name].apply_(model) if self.pays else model
 
-    def as_dict(self) -> dict[str, Any]:
-        answer = {name: getattr(self, name) for name in ("pays", "change", "line", "reason")}
-        measured = {k: v for k, v in vars(self).items() if k != "candidates"}
-        data: dict[str, Any] = plain_data({**answer, **measured})
-        return data
-
     def headline(self) -> str:
         if self.pays:
             first = f"It pays: {change_in_words(self.change, 'time')} to the same quality."
             lines = [first, "", f"    {self.line}", "", f"Why: {self.reason}."]
         elif self.gains:
-            lines = [
-                f"Halve the batch: {self._half_text} to the same quality. Then ask again.",
-                "",
-                f"With the batch as it is, {change_in_words(_change(self.closest), 'time')}:",
-                "",
-                f"    {self.closest.line}",
-                "",
-                f"Why: {self.closest.numbers}.",
-            ]
+            best = self.closest
+            first = f"Halve the batch: {self._half_text} to the same quality. Then ask again."
+            second = f"With the batch as it is, {change_in_words(_change(best), 'time')}:"
+            lines = [first, "", second, "", f"    {best.line}", "", f"Why: {best.numbers}."]
         elif self.decided:
             lines = ["Stay exact: no sketch pays here.", "", f"Why: {self.reason}."]
             if self._half_is_better:
@@ -179,12 +176,11 @@ class Advice:
         else:
             count, missing = len(self.options), len(self.untried)
             more = math.ceil(self.seconds / 60 * count / (count - missing))
-            lines = [
+            first = (
                 f"No answer yet: {missing} of {count} sketches were not tried in the time; "
-                f"give {more} minutes, or smaller batches.",
-                "",
-                f"So far: {self.reason}.",
-            ]
+                f"give {more} minutes, or smaller batches."
+            )
+            lines = [first, "", f"So far: {self.reason}."]
         notes = [f"Note: {text}." for text in self.warnings]
         tried = [] if self.trial is None else [self.trial.headline()]
         return "\n".join([*lines, *tried, *notes])
@@ -199,13 +195,10 @@ class Advice:
     def tables(self) -> list[Table]:
         columns = (
             *(words("tried"), Column("time", ".3f"), Column("noise", ".3g")),
-            *(Column("in all", ".3f"), Column("±", ".2g"), Column("memory", ".3f"), words("note")),
+            *(Column("in all"), Column("memory", ".3f"), words("note")),
         )
-        shown = sorted(self.options, key=_change)
-        shown += [] if self.control is None else [self.control]
-        rows = [
-            (o.name, o.time, o.noise, o.change, finite(o.error), o.memory, o.note) for o in shown
-        ]
+        shown = [*sorted(self.options, key=_change), *([self.control] if self.control else [])]
+        rows = [(o.name, o.time, o.noise, o.in_all, o.memory, o.note) for o in shown]
         hidden = "0: the batches' noise hides the gradient"
         note = (
             "All over exact steps. time: of a step; noise: the steps that it adds; in all: "
@@ -218,9 +211,6 @@ class Advice:
             note += f" {self.live:.0%} of the gradient's rows are not zero, the others are padding."
         candidates = Table("Candidates", columns, rows, note)
         return [candidates, *([] if self.trial is None else self.trial.tables())]
-
-    def __str__(self) -> str:
-        return as_text(self)
 
 
 def _change(option: Option) -> float:

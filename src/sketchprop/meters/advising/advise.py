@@ -12,7 +12,6 @@ from torch import nn
 
 from ...core.stopwatch import unhurried
 from ...layers.transform import unsketch_
-from ...sketches import Tokens
 from ..batches import different
 from ..cost.timing import seconds_of_a_pass
 from ..noise.gradients import Loss
@@ -20,7 +19,7 @@ from ..noise.pace import adaptive, ready
 from ..noise.variance import Progress
 from ..restore import check_minutes, check_model, check_sketchable, restored
 from .advice import OUT_OF_TIME, Advice, Option
-from .candidates import Candidate, candidates, rows_seen, wasted
+from .candidates import candidates, rows_seen
 from .meter import FOR_HALF, LEAST_PASSES, Meter
 from .trial import trial as run_trial
 
@@ -77,54 +76,31 @@ def advise(
             f"give at least two, better {MOST_BATCHES}, as training draws them"
         )
     start = monotonic()
+    end = start + 60 * minutes * USED
     with unhurried(next(model.parameters()).device) as busy:
-        advice = _advised(model, loss_fn, taken, optimizer, minutes, control, progress, seed)
-        if busy:
-            advice = replace(advice, warnings=(busy, *advice.warnings))
-        if trial:
-            outcome = run_trial(
-                model,
-                loss_fn,
-                batches,
-                optimizer,
-                advice.candidates[advice.closest.name],
-                minutes=trial,
-                control=control,
-                progress=progress,
-                seed=seed,
-            )
-            advice = replace(advice, trial=outcome)
-    return replace(advice, seconds=monotonic() - start)
-
-
-def _advised(
-    model: nn.Module,
-    loss_fn: Loss,
-    taken: list[Any],
-    optimizer: Any,
-    minutes: float,
-    control: bool,
-    progress: Progress | None,
-    seed: int,
-) -> Advice:
-    end = monotonic() + 60 * minutes * USED
-    with restored(model) as buffers:
-        unsketch_(model)
-        live, labelled = rows_seen(model, loss_fn, taken[0])
-        tried, told = candidates(model, live)
-        a_pass = seconds_of_a_pass(model, loss_fn, taken[0])
-        # A quarter of the time for σ², with as many batches as there are in it.
-        taken = taken[: max(2, int((end - monotonic()) / 4 / a_pass))]
-        needed = (LEAST_PASSES + FOR_HALF + len(taken) + 1) * a_pass
-        if monotonic() + needed > end:
-            raise ValueError(
-                f"minutes={minutes:g} is too short: one pass takes {a_pass:.2g} s; give at least "
-                f"minutes={needed / 30:.2g}, better {len(tried) * needed / 60:.2g}"
-            )
-        meter = Meter(model, loss_fn, taken, optimizer, seed, a_pass)
-        buffers.restore()
-        options = _tried(meter, tried, end, progress)
-        half = meter.half(end - monotonic()) if control else None
+        with restored(model) as buffers:
+            unsketch_(model)
+            live, labelled = rows_seen(model, loss_fn, taken[0])
+            tried, told = candidates(model, live)
+            a_pass = seconds_of_a_pass(model, loss_fn, taken[0])
+            # A quarter of the time for σ², with as many batches as there are in it.
+            taken = taken[: max(2, int((end - monotonic()) / 4 / a_pass))]
+            needed = (LEAST_PASSES + FOR_HALF + len(taken) + 1) * a_pass
+            if monotonic() + needed > end:
+                raise ValueError(
+                    f"minutes={minutes:g} is too short: one pass takes {a_pass:.2g} s; give at "
+                    f"least minutes={needed / 30:.2g}, better {len(tried) * needed / 60:.2g}"
+                )
+            meter = Meter(model, loss_fn, taken, optimizer, seed, a_pass)
+            buffers.restore()
+            options = []
+            for i, candidate in enumerate(tried):  # the most promising at the cost of the last
+                remaining = end - monotonic() - FOR_HALF * meter.a_pass
+                share = max(remaining / (len(tried) - i), LEAST_PASSES * meter.a_pass)
+                options.append(meter.measured(candidate, min(share, remaining)))
+                if progress is not None:
+                    progress((i + 1) / (len(tried) + 1))
+            half = meter.half(end - monotonic()) if control else None
         if progress is not None:
             progress(1.0)
         _check_tried(options, told, minutes)
@@ -138,23 +114,13 @@ def _advised(
             warnings=(),
             candidates={candidate.name: candidate for candidate in tried},
         )
-        told += meter.outliers() + _told(advice, labelled, optimizer)
-        told += wasted(advice.candidates[advice.closest.name], model)
-    return replace(advice, warnings=tuple(told))
-
-
-def _tried(
-    meter: Meter, tried: Sequence[Candidate], end: float, progress: Progress | None
-) -> list[Option]:
-    """Each candidate measured; the first, the most promising, at the cost of the last."""
-    options: list[Option] = []
-    for i, candidate in enumerate(tried):
-        remaining = end - monotonic() - FOR_HALF * meter.a_pass
-        share = max(remaining / (len(tried) - i), LEAST_PASSES * meter.a_pass)
-        options.append(meter.measured(candidate, min(share, remaining)))
-        if progress is not None:
-            progress((i + 1) / (len(tried) + 1))
-    return options
+        told = [busy] * bool(busy) + told + meter.outliers() + _told(advice, labelled, optimizer)
+        outcome = None
+        if trial:
+            best = advice.candidates[advice.closest.name]
+            how: Any = {"control": control, "progress": progress, "seed": seed}
+            outcome = run_trial(model, loss_fn, batches, optimizer, best, minutes=trial, **how)
+    return replace(advice, warnings=tuple(told), trial=outcome, seconds=monotonic() - start)
 
 
 def _check_tried(options: Sequence[Option], told: Sequence[str], minutes: float) -> None:
@@ -170,10 +136,10 @@ def _check_tried(options: Sequence[Option], told: Sequence[str], minutes: float)
 def _told(advice: Advice, labelled: bool, optimizer: Any) -> list[str]:
     """What the measurements warn of."""
     texts = []
-    tokens = [name for name, c in advice.candidates.items() if isinstance(c.sketch, Tokens)]
+    tokens = next((name for name, c in advice.candidates.items() if c.of_blocks), None)
     if labelled and tokens:
         texts.append(
-            f"each token has a label of its own: dropping tokens ({tokens[0]}) adds noise as "
+            f"each token has a label of its own: dropping tokens ({tokens}) adds noise as "
             "dropping labels would; a loss for each token is best left exact"
         )
     if optimizer is None:

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from ...layers.choose import choose
 from ...layers.select import blocks_of, everything, sketchable_layers
 from ...layers.transform import sketch_
-from ...layers.validate import Finding, findings
+from ...layers.validate import findings
 from ...sketches import L1, AnySketch, Rows, Tokens
-from ..noise.gradients import Loss, scalar_loss
+from ..noise.gradients import Loss, one_pass
 from ..restore import call_hooks
 
 FEW_ZEROS = 0.05
@@ -23,18 +22,17 @@ MANY_ZEROS = 0.6
 """Rows that are not zero, below which keeping all of them is tried."""
 MANY_LABELS = 0.5
 """Rows of a head that are not zero, from which on each token seems to have its own label."""
-NAMED = 3
-"""Of findings of one kind so many are told."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A sketch, and whether the last layer is taken too."""
+    """A sketch, and whether the last layer is taken too; or one that takes blocks."""
 
     sketch: AnySketch
     everywhere: bool = False
+    of_blocks: bool = False
 
     @property
     def name(self) -> str:
@@ -48,10 +46,6 @@ class Candidate:
 
     def apply_(self, model: Model) -> Model:
         return sketch_(model, self.sketch, everything if self.everywhere else None)
-
-    def findings(self, model: nn.Module) -> tuple[Finding, ...]:
-        rule = everything if self.everywhere else None
-        return findings(model, choose(model, self.sketch, rule))
 
 
 def candidates(model: nn.Module, live: float) -> tuple[list[Candidate], list[str]]:
@@ -67,7 +61,7 @@ def candidates(model: nn.Module, live: float) -> tuple[list[Candidate], list[str
     if blocks_of(model):
         # Where most rows are zero, all others can be kept for little.
         budgets = (0.3, 0.5, 0.2) if share > MANY_ZEROS else (1.1, 0.6, 0.3)
-        fitting += [Candidate(Tokens(round(p * share, 3))) for p in budgets]
+        fitting += [Candidate(Tokens(round(p * share, 3)), of_blocks=True) for p in budgets]
     fitting += [] if share <= MANY_ZEROS else free
     rows = round(0.3 * share, 3)
     fitting += [Candidate(Rows(rows)), Candidate(Rows(0.3, unit="sample"), everywhere=True)]
@@ -75,19 +69,13 @@ def candidates(model: nn.Module, live: float) -> tuple[list[Candidate], list[str
     harmless: list[Candidate] = []
     warnings: dict[str, str] = {}
     for candidate in fitting:
-        harm = [finding for finding in candidate.findings(model) if finding.level == "harm"]
-        for finding in harm:
-            warnings.setdefault(finding.name, f"{finding}. Such sketches were not tried")
+        rule = everything if candidate.everywhere else None
+        found = findings(model, choose(model, candidate.sketch, rule))
+        harm = {f.name: f"{f}. Such sketches were not tried" for f in found if f.level == "harm"}
+        warnings |= {name: text for name, text in harm.items() if name not in warnings}
         if not harm:
             harmless.append(candidate)
     return harmless, list(warnings.values())
-
-
-def wasted(candidate: Candidate, model: nn.Module) -> list[str]:
-    """What will not pay with this candidate, the first few of it."""
-    texts = [str(finding) for finding in candidate.findings(model) if finding.level == "waste"]
-    more = [f"and {len(texts) - NAMED} more such layers"] if len(texts) > NAMED else []
-    return texts[:NAMED] + more
 
 
 class Rowed(NamedTuple):
@@ -117,16 +105,11 @@ def rows_seen(model: nn.Module, loss_fn: Loss, batch: Any) -> Rowed:
         shares.append((G.abs().amax(-1) != 0).float().mean())
         tokens.append(G.dim() > 2 and G.shape[-2] > 1)
 
-    linear = [m for m in sketchable_layers(model).values() if not _has_kernel(m)]
+    kernels = nn.Conv1d | nn.Conv2d
+    linear = [m for m in sketchable_layers(model).values() if not isinstance(m, kernels)]
     with call_hooks(linear, after=watch):
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        loss = scalar_loss(loss_fn, model, batch)
-        torch.autograd.grad(loss, parameters, allow_unused=True)
+        one_pass(loss_fn, model, batch, [p for p in model.parameters() if p.requires_grad])
     if not shares:
         return Rowed(1.0, False)
     # Backward meets the last layer first.
     return Rowed(median(map(float, shares)), tokens[0] and float(shares[0]) > MANY_LABELS)
-
-
-def _has_kernel(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Conv1d | nn.Conv2d)

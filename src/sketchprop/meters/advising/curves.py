@@ -34,32 +34,16 @@ def _mean(points: Curve) -> tuple[float, float]:
     return fmean(t for t, _ in points), fmean(loss for _, loss in points)
 
 
-def seconds_to(goal: float, falling: Curve) -> float:
-    """When a falling curve comes to ``goal``, between its points by a straight line.
+def value_at(place: float, points: Curve) -> float:
+    """Between points by a straight line; beyond them that of the nearest.
 
-    >>> seconds_to(3.0, [(0, 5.0), (4, 1.0)])
-    2.0
+    >>> [value_at(x, [(0, 5.0), (4, 1.0)]) for x in (-1, 1, 9)]
+    [5.0, 4.0, 1.0]
     """
-    if falling[0][1] <= goal:
-        return falling[0][0]
-    for (t0, above), (t1, below) in pairwise(falling):
-        if below <= goal:
-            return t0 + (t1 - t0) * (above - goal) / (above - below)
-    raise ValueError(f"the curve does not fall to {goal}")
-
-
-def loss_at(moment: float, falling: Curve) -> float:
-    """Between the points of a falling curve by a straight line, its last loss behind them.
-
-    >>> loss_at(1.0, [(0, 5.0), (4, 1.0)]), loss_at(9.0, [(0, 5.0), (4, 1.0)])
-    (4.0, 1.0)
-    """
-    if moment <= falling[0][0]:
-        return falling[0][1]
-    for (t0, above), (t1, below) in pairwise(falling):
-        if moment < t1:
-            return above + (below - above) * (moment - t0) / (t1 - t0)
-    return falling[-1][1]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if place < x1:
+            return y0 + (y1 - y0) * max(0.0, place - x0) / (x1 - x0)
+    return points[-1][1]
 
 
 def time_ratio(exact: Curve, other: Curve) -> float | None:
@@ -79,11 +63,12 @@ def time_ratio(exact: Curve, other: Curve) -> float | None:
         slow, fast = fast, slow
     end = slow[-1][0]
     moments = [end * (FIRST + (1 - FIRST) * i / (MOMENTS - 1)) for i in range(MOMENTS)]
+    when_fast = [(-loss, seconds) for seconds, loss in fast]
     logs = []
     for moment in moments:
-        loss = loss_at(moment, slow)
+        loss = value_at(moment, slow)
         if loss < min(slow[0][1], fast[0][1]):
-            logs.append(math.log(moment / seconds_to(loss, fast)))
+            logs.append(math.log(moment / value_at(-loss, when_fast)))
     if not logs:
         return None
     ratio = math.exp(fmean(logs))

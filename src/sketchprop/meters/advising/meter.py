@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import fmean, median, median_low, stdev
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,14 +37,6 @@ FOR_HALF = 5
 """Passes for the control: two rounds, and one to warm up."""
 OUTLYING = 10
 """Times the usual ‖g‖² that counts at most: from here on a batch is told of."""
-
-
-class _Draw(NamedTuple):
-    """One sketched gradient: ‖ĝ - g‖² by parameter, and the seconds of both passes."""
-
-    noise: list[float]
-    exact: float
-    sketched: float
 
 
 class Meter:
@@ -128,23 +120,20 @@ class Meter:
                 candidate.apply_(self.model)
             except ValueError as error:
                 return replace(option, note=f"does not fit: {error}")
-            draws, count = self._draws(buffers, seconds / self.a_pass)
+            draws, times, pace = self._draws(buffers, seconds / self.a_pass)
             buffers.restore()
             saved = saved_bytes(self.model, self.loss_fn, self.batches[0]).total
-            remaining = seconds - (monotonic() - begin)
-            times = _times_of(draws)
-            passes = len(draws) + times.rounds + 1
-            self.a_pass = (monotonic() - begin) / passes  # a machine may get busier on the way
-            if remaining > FOR_TIMES * self.a_pass:
-                rounds = (2, MOST_ROUNDS)
-                times = step_times(self.model, self.loss_fn, self.batches[0], rounds, remaining)
+            spent = monotonic() - begin
+            # A machine may get busier on the way.
+            self.a_pass = spent / (len(draws) + times.rounds + 1)
+            if seconds - spent > FOR_TIMES * self.a_pass:
+                rounds, rest = (2, MOST_ROUNDS), seconds - spent
+                times = step_times(self.model, self.loss_fn, self.batches[0], rounds, rest)
             times = times.with_overhead(self.elsewhere)
-        pace = self.pace_of(count)
-        by_parameter = zip(*(draw.noise for draw in draws), strict=True)
-        noise = pace.steps(list(map(fmean, by_parameter))) - 1
+        noise = pace.steps(list(map(fmean, zip(*draws, strict=True)))) - 1
         if not math.isfinite(noise):
             return replace(option, note="its gradient is not finite")
-        spread = stdev([pace.steps(d.noise) for d in draws]) / math.sqrt(len(draws))
+        spread = stdev(map(pace.steps, draws)) / math.sqrt(len(draws))
         return replace(
             option,
             time=times.ratio,
@@ -155,24 +144,26 @@ class Meter:
             note="its noise drowns the gradient" if noise > DROWNED else "",
         )
 
-    def _draws(self, buffers: Buffers, passes: float) -> tuple[list[_Draw], int]:
-        """Draws on as many batches as half of the passes allow, and how many these are.
-
-        Their V is held against their own ‖g‖², with the same weights.
-        """
+    def _draws(self, buffers: Buffers, passes: float) -> tuple[list[list[float]], Times, Pace]:
+        """‖ĝ - g‖² by parameter of draws on as many batches as half of the passes allow, their
+        times, and the pace of these batches: V is held against their own ‖g‖², weighted alike."""
         gradients = Gradients(self.model, self.loss_fn, buffers, self.seed)
         count = min(len(self.batches), max(2, int(passes / 4)))
         numbers = range(max(1, min(MOST_DRAWS, int(passes / 2 / count) - 1)))
-        draws = []
+        draws, exact_seconds, sketched_seconds = [], [], []
         with gradients.switch.installed():
             for batch, weight in zip(self.batches[:count], self.weights, strict=False):
-                exact_seconds, exact = timed(partial(gradients.exact, batch), self.device)
+                seconds, exact = timed(partial(gradients.exact, batch), self.device)
+                exact_seconds.append(seconds)
+                of_draws = []
                 for number in numbers:
                     run = partial(gradients.sketched, batch, number)
                     seconds, drawn = timed(run, self.device)
-                    noise = [weight * v for v in noise_by_parameter(drawn, exact)]
-                    draws.append(_Draw(noise, exact_seconds, seconds))
-        return draws, count
+                    of_draws.append(seconds)
+                    draws.append([weight * v for v in noise_by_parameter(drawn, exact)])
+                # Draws that are held against the same exact pass are one measurement.
+                sketched_seconds.append(median(of_draws))
+        return draws, compare(exact_seconds, sketched_seconds), self.pace_of(count)
 
     def half(self, seconds: float) -> Option | None:
         """Half of the batch, exact: σ² doubles. ``None`` where the batch cannot be cut."""
@@ -212,11 +203,3 @@ def optimizer_seconds(optimizer: Any) -> float:
         return max(0.0, min(timed(twin.step, trained[0].device)[0] for _ in range(3)))
     except Exception:
         return 0.0
-
-
-def _times_of(draws: Sequence[_Draw]) -> Times:
-    """A ratio for each exact pass: draws that are held against the same one are one measurement."""
-    sketched: dict[float, list[float]] = {}
-    for draw in draws:
-        sketched.setdefault(draw.exact, []).append(draw.sketched)
-    return compare(list(sketched), list(map(median, sketched.values())))

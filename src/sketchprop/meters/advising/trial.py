@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean, stdev
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ...core.random import random_state_kept, seed_generators
 from ...core.stopwatch import timed, unhurried
-from ...core.table import Column, Table, as_text, words
+from ...core.table import Column, Report, Table, words
 from ...layers.transform import unsketch_
 from ...sketches import AnySketch
 from ..batches import contents, halved
@@ -24,7 +25,7 @@ from ..noise.estimate import Estimate, jackknife
 from ..noise.gradients import Loss, scalar_loss
 from ..noise.variance import Progress
 from ..restore import check_minutes, check_model
-from ..words import change_in_words, finite, plain_data, with_error
+from ..words import change_in_words, with_error
 from .candidates import Candidate
 from .curves import time_ratio
 
@@ -81,8 +82,10 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Report):
     """The answer of ``trial``: printable, ``.ways``, ``.ahead``, ``.change(name)``."""
+
+    ANSWERS: ClassVar[tuple[str, ...]] = ("ahead", "compared")
 
     ways: tuple[Way, ...]
     """Exact training first."""
@@ -126,10 +129,10 @@ class Trial:
         value = time_ratio(exact.curve(), other.curve())
         if value is None:
             return None
-        count = self.repeats if self.repeats > 1 else 0
-        parts = [time_ratio(exact.curve(i), other.curve(i)) for i in range(count)]
+        count = self.repeats
+        parts = [time_ratio(exact.curve(i), other.curve(i)) for i in range(count) if count > 1]
         ratios = [part for part in parts if part is not None]
-        if not parts or len(ratios) < len(parts):
+        if len(ratios) < count:
             return Estimate(value, math.inf)
         return jackknife(count, ratios.__getitem__, value)
 
@@ -138,13 +141,11 @@ class Trial:
         gain = self.gain(name)
         return math.isfinite(gain.error) and abs(gain.value) > CERTAIN * gain.error
 
-    def as_dict(self) -> dict[str, Any]:
-        compared = {
-            way.name: {"gain": self.gain(way.name), "change": self.change(way.name)}
-            for way in self.ways[1:]
-        }
-        data: dict[str, Any] = plain_data({"ahead": self.ahead, "compared": compared, **vars(self)})
-        return data
+    @property
+    def compared(self) -> dict[str, dict[str, Estimate | None]]:
+        """Of each way but exact training: ``gain`` and ``change``."""
+        names = [way.name for way in self.ways[1:]]
+        return {name: {"gain": self.gain(name), "change": self.change(name)} for name in names}
 
     def headline(self) -> str:
         return "\n".join(map(self._said, self.ways[1:]))
@@ -156,10 +157,10 @@ class Trial:
             return f"Tried: {way.name} lost its way: its loss is not finite."
         place = "ahead of" if gain.value > 0 else "behind"
         doubt = "" if self.certain(way.name) else ", within its error"
-        error = f"{gain.error:.2g}" if math.isfinite(gain.error) else "?"
         text = (
             f"Tried: {way.name} is {place} exact{doubt}: after {seconds:.0f} s of training its "
-            f"loss is {abs(gain.value):.3g} ± {error} {'lower' if gain.value > 0 else 'higher'}"
+            f"loss is {replace(gain, value=abs(gain.value))} "
+            f"{'lower' if gain.value > 0 else 'higher'}"
         )
         if change is None:
             return f"{text}. No loss fell far enough to compare times."
@@ -169,18 +170,8 @@ class Trial:
         )
 
     def tables(self) -> list[Table]:
-        columns = (
-            *(words("way"), Column("steps", ".0f"), Column("loss", ".4g"), Column("±", ".2g")),
-            *(Column("time to its loss", ".3f"), Column("± ", ".2g")),
-        )
-        changes = {way: self.change(way.name) for way in self.ways}
-        rows = [
-            (
-                *(way.name, way.steps, way.loss.value, finite(way.loss.error)),
-                *(change and change.value, change and finite(change.error)),
-            )
-            for way, change in changes.items()
-        ]
+        columns = (words("way"), Column("steps", ".0f"), Column("loss"), Column("time to its loss"))
+        rows = [(way.name, way.steps, way.loss, self.change(way.name)) for way in self.ways]
         note = (
             f"All began with the same weights and trained in turns, equally long, {self.repeats} "
             f"times; losses on {self.held} batches kept apart; {self.different} batches trained "
@@ -189,9 +180,6 @@ class Trial:
         if self.busy:
             note += f" Note: {self.busy}."
         return [Table("The trial", columns, rows, note)]
-
-    def __str__(self) -> str:
-        return as_text(self)
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
@@ -243,74 +231,90 @@ def trial(
     ):
         start = clock()
         stream = _Stream(batches)
-        runs = _runs(model, optimizer, candidate, stream, repeats, control, seed)
-        race = _Race(runs, loss_fn, stream.held, clock, device)
-        race.check_time(start, minutes)
-        race.evaluate()
-        for point in range(1, POINTS + 1):
-            race.train(start, 60 * minutes, point / POINTS, progress)
-            race.evaluate()
-    ways = tuple(
-        Way(
-            name,
-            candidate.line if name == candidate.name else "",
-            tuple(tuple(run.curve) for run in runs if run.name == name),
-        )
-        for name in dict.fromkeys(run.name for run in runs)
-    )
-    return Trial(ways, stream.count, HELD, clock() - start, busy)
+        cut = control and halved(stream.held[0]) is not None
+        names = [EXACT, candidate.name, *([HALF] if cut else [])]
+        runs = []
+        for name, repeat in itertools.product(names, range(repeats)):
+            twins = _copied(model, optimizer)
+            unsketch_(twins[0]).train()
+            if name == candidate.name:
+                candidate.apply_(twins[0])
+            draw = stream.halves if name == HALF else stream.whole
+            batch_of = partial(draw, repeat=repeat, repeats=repeats)
+            runs.append(_Run(name, *twins, loss_fn, batch_of, seed + repeat, clock, device))
+        _check_time(runs, start, minutes)
+        for point in range(POINTS + 1):
+            # The one that has trained least goes on; then all, as long as the one that is furthest.
+            while clock() < start + 60 * minutes * point / POINTS:
+                min(runs, key=lambda run: run.seconds).turn(TURN)
+                if progress is not None:
+                    progress(min(1.0, (clock() - start) / 60 / minutes))
+            furthest = max(run.seconds for run in runs)
+            for run in runs:
+                while run.seconds + run.seconds / max(1, run.steps) / 2 < furthest:
+                    run.turn(furthest - run.seconds)
+            for run in runs:
+                run.look(stream.held)
+    lines = {candidate.name: candidate.line}
+    curves = {name: tuple(tuple(r.curve) for r in runs if r.name == name) for name in names}
+    ways = tuple(Way(name, lines.get(name, ""), curves[name]) for name in names)
+    return Trial(ways, len(stream.drawn), HELD, clock() - start, busy)
 
 
 class _Stream:
     """Batches by number, drawn once, for all who train on them; used again where they end.
 
-    The first ``HELD`` are kept apart. Ways differ in speed, so that all that was drawn is held;
-    where that fills ``MOST_BYTES`` it is used again.
+    The first ``HELD`` are kept apart. Ways differ in speed, so that all that was drawn is held.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
-        self._room = MOST_BYTES
-        self._source = iter(batches)
-        self.held = list(itertools.islice(self._source, HELD))
+        source = iter(batches)
+        self.held = list(itertools.islice(source, HELD))
+        self.drawn: list[Any] = []
+        """Those that were trained on."""
         apart = [contents(batch) for batch in self.held]
-        self._seen = {each.whole for each in apart}
-        if len(self._seen) < HELD:
+        seen = {each.whole for each in apart}
+        if len(seen) < HELD:
             raise ValueError(
-                f"{len(self._seen)} different batches were given; a trial keeps {HELD} apart and "
+                f"{len(seen)} different batches were given; a trial keeps {HELD} apart and "
                 "trains on others: give as many as training has"
             )
         samples = [sample for each in apart for sample in each.samples]
         # Of samples that are not all different, as rows of few bits, none is known again.
-        self._apart = set(samples) if len(set(samples)) == len(samples) else set()
-        self._drawn: list[Any] = []
+        known = set(samples) if len(set(samples)) == len(samples) else set()
+        self._fresh = _fresh(source, seen, known)
 
-    @property
-    def count(self) -> int:
-        """Of those that were trained on."""
-        return len(self._drawn)
-
-    def __getitem__(self, number: int) -> Any:
-        while len(self._drawn) <= number and (self._room > 0 or len(self._drawn) < FEWEST):
-            if not self._draw():
-                break
-        return self._drawn[number % len(self._drawn)]
-
-    def _draw(self) -> bool:
-        """One more; False if there is none, or a source without an end seems to begin anew."""
-        for _, batch in zip(range(10 * len(self._seen)), self._source, strict=False):
-            inside = contents(batch)
-            if inside.whole not in self._seen and self._apart.isdisjoint(inside.samples):
-                self._seen.add(inside.whole)
-                self._drawn.append(batch)
-                self._room -= inside.nbytes
-                return True
-        if not self._drawn:
+    def whole(self, step: int, repeat: int, repeats: int) -> Any:
+        """The batch of a step of one of some repeats."""
+        number = repeats * step + repeat
+        self.drawn.extend(itertools.islice(self._fresh, max(0, number + 1 - len(self.drawn))))
+        if not self.drawn:
             raise ValueError(
                 f"behind the first {HELD} batches, which are kept apart, there is none to train on "
                 "that shares no sample with them; give as many as training has"
             )
-        self._source = iter(())
-        return False
+        return self.drawn[number % len(self.drawn)]
+
+    def halves(self, step: int, repeat: int, repeats: int) -> Any:
+        """The same for steps with half of a batch each."""
+        return halved(self.whole(step // 2, repeat, repeats), second=bool(step % 2))
+
+
+def _fresh(source: Iterator[Any], seen: set[int], apart: set[int]) -> Iterator[Any]:
+    """Each batch once that shares no sample with those kept apart, as long as there is room.
+
+    A source without an end that brings nothing new for long seems to begin anew.
+    """
+    room, missed = MOST_BYTES, 0
+    for batch in source:
+        inside = contents(batch)
+        if inside.whole not in seen and apart.isdisjoint(inside.samples):
+            seen.add(inside.whole)
+            room, missed = room - inside.nbytes, 0
+            yield batch
+        missed += 1
+        if missed > 10 * len(seen) or (room <= 0 and len(seen) >= HELD + FEWEST):
+            return
 
 
 @dataclass
@@ -320,109 +324,63 @@ class _Run:
     name: str
     model: nn.Module
     optimizer: Any
-    batch: Callable[[int], Any]
+    loss_fn: Loss
+    batch_of: Callable[[int], Any]
     """The batch of a step."""
     seed: int
+    clock: Callable[[], float]
+    device: torch.device
     seconds: float = 0.0
     steps: int = 0
     curve: list[Moment] = field(default_factory=list)
 
-    def step(self, loss_fn: Loss, clock: Callable[[], float], device: torch.device) -> float:
+    def step(self) -> float:
         """One step of training; its seconds, without the time of drawing the batch."""
-        batch = self.batch(self.steps)
-        seed_generators(device, self.seed, self.steps)
+        batch = self.batch_of(self.steps)
+        seed_generators(self.device, self.seed, self.steps)
 
         def step() -> None:
             self.optimizer.zero_grad()
-            torch.autograd.backward(scalar_loss(loss_fn, self.model, batch))
+            torch.autograd.backward(scalar_loss(self.loss_fn, self.model, batch))
             self.optimizer.step()
 
-        return timed(step, device, clock)[0]
+        seconds, _ = timed(step, self.device, self.clock)
+        self.steps += 1
+        self.seconds += seconds
+        return seconds
 
-
-@dataclass
-class _Race:
-    """Runs that train in turns: the one that has trained least goes on."""
-
-    runs: Sequence[_Run]
-    loss_fn: Loss
-    held: Sequence[Any]
-    clock: Callable[[], float]
-    device: torch.device
-
-    def check_time(self, start: float, minutes: float) -> None:
-        """Warms up each kind of run on a copy, and says if time is too short for a few steps."""
-        longest = 0.0
-        for run in {run.name: run for run in self.runs}.values():
-            twin = _copied(run.model, run.optimizer)
-            warm = _Run(run.name, *twin, batch=run.batch, seed=run.seed)
-            warm.step(self.loss_fn, self.clock, self.device)
-            longest = max(longest, warm.step(self.loss_fn, self.clock, self.device))
-        needed = longest * len(self.runs) * (FEWEST + len(self.held) * POINTS / 3)
-        if self.clock() + needed > start + 60 * minutes:
-            raise ValueError(
-                f"minutes={minutes:g} is too short for {len(self.runs)} runs: a step takes "
-                f"{longest:.2g} s; give at least minutes={needed / 30:.2g}, or repeats=1"
-            )
-
-    def train(self, start: float, whole: float, share: float, progress: Progress | None) -> None:
-        """Turns for a share of the whole time, and until all have trained as long as the one that
-        is furthest."""
-        while self.clock() < start + whole * share:
-            self._turn(min(self.runs, key=lambda run: run.seconds))
-            if progress is not None:
-                progress(min(1.0, (self.clock() - start) / whole))
-        furthest = max(run.seconds for run in self.runs)
-        for run in self.runs:
-            while run.seconds + run.seconds / max(1, run.steps) / 2 < furthest:
-                self._turn(run, furthest - run.seconds)
-
-    def _turn(self, run: _Run, most: float = TURN) -> None:
-        spent = 0.0
+    def turn(self, most: float) -> None:
+        """Steps for about ``most`` seconds, at least one and no longer than a turn."""
+        begin = self.seconds
         while True:
-            seconds = run.step(self.loss_fn, self.clock, self.device)
-            run.steps += 1
-            run.seconds += seconds
-            spent += seconds
-            if spent + seconds / 2 >= min(most, TURN):
+            seconds = self.step()
+            if self.seconds - begin + seconds / 2 >= min(most, TURN):
                 return
 
     @torch.no_grad()
-    def evaluate(self) -> None:
-        for run in self.runs:
-            run.model.eval()
-            loss = fmean(float(self.loss_fn(run.model, batch)) for batch in self.held)
-            run.model.train()
-            run.curve.append(Moment(run.seconds, run.steps, loss))
+    def look(self, held: Sequence[Any]) -> None:
+        """Takes the loss on batches kept apart."""
+        self.model.eval()
+        loss = fmean(float(self.loss_fn(self.model, batch)) for batch in held)
+        self.model.train()
+        self.curve.append(Moment(self.seconds, self.steps, loss))
 
 
-def _runs(
-    model: nn.Module,
-    optimizer: Any,
-    candidate: Candidate,
-    stream: _Stream,
-    repeats: int,
-    control: bool,
-    seed: int,
-) -> list[_Run]:
-    """Each way for each repeat, in the order of the answer."""
-    cut = control and halved(stream.held[0]) is not None
-    names = [EXACT, candidate.name, *([HALF] if cut else [])]
-    runs = []
-    for name, repeat in itertools.product(names, range(repeats)):
-        twin, its_optimizer = _copied(model, optimizer)
-        unsketch_(twin).train()
-        if name == candidate.name:
-            candidate.apply_(twin)
-
-        def batch(step: int, name: str = name, repeat: int = repeat) -> Any:
-            if name != HALF:
-                return stream[repeats * step + repeat]
-            whole = stream[repeats * (step // 2) + repeat]
-            return halved(whole, second=bool(step % 2))
-
-        runs.append(_Run(name, twin, its_optimizer, batch, seed + repeat))
-    return runs
+def _check_time(runs: Sequence[_Run], start: float, minutes: float) -> None:
+    """Warms up each kind of run on a copy, and says if time is too short for a few steps."""
+    longest = 0.0
+    for run in {run.name: run for run in runs}.values():
+        twin, its_optimizer = _copied(run.model, run.optimizer)
+        warm = replace(run, model=twin, optimizer=its_optimizer)
+        warm.step()
+        warm.steps = 0  # the same batch again
+        longest = max(longest, warm.step())
+    needed = longest * len(runs) * (FEWEST + HELD * POINTS / 3)
+    if runs[0].clock() + needed > start + 60 * minutes:
+        raise ValueError(
+            f"minutes={minutes:g} is too short for {len(runs)} runs: a step takes "
+            f"{longest:.2g} s; give at least minutes={needed / 30:.2g}, or repeats=1"
+        )
 
 
 def _copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:

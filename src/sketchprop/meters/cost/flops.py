@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ...layers import SketchedModule
 from ...layers.transform import exact
@@ -29,6 +25,8 @@ from .shapes import recorded_uses
 @dataclass(frozen=True)
 class FlopsReport:
     """FLOPs of one step of a model."""
+
+    ANSWERS: ClassVar[tuple[str, ...]] = ("kept",)
 
     forward: float
     exact_backward: float
@@ -72,7 +70,12 @@ def measure_flops(model: nn.Module, loss_fn: Loss, batch: Any) -> FlopsReport:
             # Recomputation in backward is no further use.
             calls = list(uses)
             products = backward(loss)
-    overhead = sum(use.overhead_flops for use in calls)
+    # What the counter does not see.
+    overhead = sum(
+        float(use.layer.sketching.cost(size).overhead)
+        for use in calls
+        for size in (use.products if use.sketched else ())
+    )
     return FlopsReport(forward_flops, exact_backward, products + overhead, overhead)
 
 

@@ -9,8 +9,6 @@ cannot free it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +35,6 @@ class LayerBytes:
     holders: tuple[str, ...] = ()
     """Who else keeps it: layers by name, ``(others)`` for all that is no layer, ``(batch)``."""
 
-    @property
-    def note(self) -> str:
-        """Why a sketch that saves less here frees less than it seems; empty if it frees all."""
-        if not self.shared:
-            return ""
-        return f"{self.shared} of {self.saved} bytes are kept alive by {', '.join(self.holders)}"
-
 
 @dataclass(frozen=True)
 class MemoryReport:
@@ -60,62 +51,44 @@ def saved_bytes(model: nn.Module, loss_fn: Loss, batch: Any) -> MemoryReport:
     Layers that are sketched, or could be, are listed with what they save.
     """
     layers = {module: name for name, module in units_of(model).items()}
-    ledger = _Ledger(model, batch)
-    with restored(model), ledger.watching(layers):
-        graph = scalar_loss(loss_fn, model, batch)
-        report = ledger.report(list(layers.values()))
-        del graph
-    return report
+    free = {_key(tensor) for tensor in (*model.parameters(), *model.buffers())} | {None}
+    storages: dict[Any, Any] = {}
+    savers: defaultdict[Any, set[str]] = defaultdict(set)
+    current = [_OTHERS]
 
+    def note(tensor: Tensor, saver: str) -> None:
+        key = _key(tensor)
+        if key not in free:
+            # Held, so that no later storage gets the same address.
+            storages[key] = tensor.untyped_storage()
+            savers[key].add(saver)
 
-class _Ledger:
-    """Who saved which storage."""
-
-    def __init__(self, model: nn.Module, batch: Any) -> None:
-        held = [*model.parameters(), *model.buffers()]
-        self._free = {_key(t) for t in held if _key(t) is not None}
-        self._storages: dict[Any, Any] = {}
-        self._savers: defaultdict[Any, set[str]] = defaultdict(set)
-        self._current = [_OTHERS]
-        for tensor in tensors_in(batch):
-            self._note(tensor, _BATCH)
-
-    @contextmanager
-    def watching(self, layers: dict[nn.Module, str]) -> Iterator[None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._current.append(layers[module])
-
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._current.pop()
-
-        saving = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
-        with call_hooks(layers, enter, leave), saving:
-            yield
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self._note(tensor, self._current[-1])
+    def pack(tensor: Tensor) -> Tensor:
+        note(tensor, current[-1])
         return tensor.detach()  # the tensor itself would make a cycle with its own graph
 
-    def _note(self, tensor: Tensor, saver: str) -> None:
-        key = _key(tensor)
-        if key is None or key in self._free:
-            return
-        # Held, so that no later storage gets the same address.
-        self._storages[key] = tensor.untyped_storage()
-        self._savers[key].add(saver)
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        current.append(layers[module])
 
-    def report(self, names: list[str]) -> MemoryReport:
-        def size(key: Any) -> int:
-            return int(self._storages[key].nbytes())
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        current.pop()
 
-        total = sum(size(key) for key, savers in self._savers.items() if _BATCH not in savers)
-        lines = []
-        for name in names:
-            keys = [key for key, savers in self._savers.items() if name in savers]
-            shared = sum(size(key) for key in keys if len(self._savers[key]) > 1)
-            holders = {saver for key in keys for saver in self._savers[key]} - {name}
-            lines.append(LayerBytes(name, sum(map(size, keys)), shared, tuple(sorted(holders))))
-        return MemoryReport(total, tuple(lines))
+    for tensor in tensors_in(batch):
+        note(tensor, _BATCH)
+    saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with restored(model), call_hooks(layers, enter, leave), saving:
+        graph = scalar_loss(loss_fn, model, batch)
+        sizes = {key: int(storage.nbytes()) for key, storage in storages.items()}
+        del graph
+    lines = []
+    for name in layers.values():
+        keys = [key for key in savers if name in savers[key]]
+        shared = sum(sizes[key] for key in keys if len(savers[key]) > 1)
+        holders = {saver for key in keys for saver in savers[key]} - {name}
+        saved = sum(sizes[key] for key in keys)
+        lines.append(LayerBytes(name, saved, shared, tuple(sorted(holders))))
+    total = sum(size for key, size in sizes.items() if _BATCH not in savers[key])
+    return MemoryReport(total, tuple(lines))
 
 
 def _key(tensor: Tensor) -> Any:

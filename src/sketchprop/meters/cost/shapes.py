@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.cost import Size
-from ...layers import SketchedBlock, SketchedModule, Sketching, block_class, sketched_class
+from ...layers import SketchedBlock, SketchedModule, block_class, sketched_class
 from ..restore import call_hooks
 
 
@@ -30,16 +30,6 @@ class Use:
     @property
     def exact_flops(self) -> float:
         return sum(product.exact_flops for product in self.products)
-
-    def sketched_flops(self, state: Sketching) -> float:
-        return sum(state.cost(size).total for size in self.products)
-
-    @property
-    def overhead_flops(self) -> float:
-        """What torch's flop counter does not see of this call's backward."""
-        if not self.sketched:
-            return 0
-        return float(sum(self.layer.sketching.cost(size).overhead for size in self.products))
 
 
 @contextmanager

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from time import monotonic
+from time import perf_counter
 from typing import Any
 
 from torch import nn
 
-from ...core.stopwatch import in_turns, synchronise
+from ...core.stopwatch import in_turns, timed
 from ...layers.isolation import no_gradient_hooks
 from ...layers.transform import exact
 from ..noise.gradients import Loss, one_pass
@@ -81,12 +80,8 @@ def step_times(
 def seconds_of_a_pass(model: nn.Module, loss_fn: Loss, batch: Any) -> float:
     """Forward and backward, the fastest of three: the first ones warm up. Two will do if slow."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    seconds = math.inf
-    for number in range(3):
-        begin = monotonic()
-        one_pass(loss_fn, model, batch, parameters)
-        synchronise(parameters[0].device)
-        seconds = min(seconds, monotonic() - begin)
-        if number and seconds > SLOW:
-            break
-    return max(seconds, 1e-6)
+    run = partial(one_pass, loss_fn, model, batch, parameters)
+    seconds = [timed(run, parameters[0].device, perf_counter)[0] for _ in range(2)]
+    if min(seconds) < SLOW:
+        seconds.append(timed(run, parameters[0].device, perf_counter)[0])
+    return max(min(seconds), 1e-6)

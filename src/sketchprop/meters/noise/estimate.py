@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 
-from ..words import finite
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -23,10 +21,6 @@ class Estimate:
     """Standard error over batches and draws, as if both were drawn afresh."""
     draw_error: float = 0.0
     """The part of it that more draws on the same batches would remove."""
-
-    def as_dict(self) -> dict[str, float | None]:
-        numbers = {"value": self.value, "error": self.error, "draw_error": self.draw_error}
-        return {name: finite(x) for name, x in numbers.items()}
 
     def __str__(self) -> str:
         finite_error = math.isfinite(self.error)

@@ -38,20 +38,16 @@ class Switch:
             for name, module in model.named_modules()
             if isinstance(module, SketchedModule) and module.training and not module.sketching.exact
         }
-        self.first = 0
-        self.draw = 0
+        self.first, self.draw = 0, 0
+        self.uses: list[str] = []
+        """The layer's name for each use of the probed pass, in the order of forward."""
         self._uses: defaultdict[nn.Module, list[int]] = defaultdict(list)
         self._own_randomness: dict[int, Tensor] = {}
         self._calls: Counter[nn.Module] = Counter()
         self._exact = False
-        self._recording = False
+        self.recording = False
+        """Until forward is done: what is called then is a recomputation."""
         self._before: list[Tensor] = []
-
-    @property
-    def uses(self) -> list[str]:
-        """The layer's name for each use of the probed pass, in the order of forward."""
-        named = {i: self.layers[m] for m, indices in self._uses.items() for i in indices}
-        return [named[i] for i in range(len(named))]
 
     def installed(self) -> AbstractContextManager[None]:
         return call_hooks(self.layers, self._enter, self._leave)
@@ -60,24 +56,20 @@ class Switch:
         """Before a forward pass; ``first=None`` is exact and records which uses there are."""
         self._calls.clear()
         self._before.clear()
-        self._exact = self._recording = first is None
-        self.draw = draw
+        self._exact = self.recording = first is None
+        self.first, self.draw = first or 0, draw
         if first is None:
+            self.uses.clear()
             self._uses.clear()
             self._own_randomness.clear()
-        else:
-            self.first = first
-
-    def forward_is_done(self) -> None:
-        """Between forward and backward: what is called from now on is a recomputation."""
-        self._recording = False
 
     def _index(self, module: nn.Module) -> int:
         call = self._calls[module]
         self._calls[module] += 1
         uses = self._uses[module]
-        if self._recording and call == len(uses):
-            uses.append(sum(map(len, self._uses.values())))
+        if self.recording and call == len(uses):
+            uses.append(len(self.uses))
+            self.uses.append(self.layers[module])
         if call < len(uses):
             return uses[call]
         if len(uses) == 1:
@@ -101,7 +93,7 @@ class Switch:
         uses = self._uses[module]
         index = uses[min(self._calls[module], len(uses)) - 1]
         if self._exact:
-            if self._recording and not torch.equal(before, after):
+            if self.recording and not torch.equal(before, after):
                 self._own_randomness[index] = after
         elif index in self._own_randomness:
             if not torch.equal(after, self._own_randomness[index]):
@@ -117,10 +109,7 @@ class Gradients:
     """Gradients of ``loss_fn(model, batch)`` for all trainable parameters."""
 
     def __init__(self, model: nn.Module, loss_fn: Loss, buffers: Buffers, seed: int = 0) -> None:
-        self.model = model
-        self.loss_fn = loss_fn
-        self.buffers = buffers
-        self.seed = seed
+        self.model, self.loss_fn, self.buffers, self.seed = model, loss_fn, buffers, seed
         self.switch = Switch(model, seed)
         if not self.switch.layers:
             raise ValueError(_nothing_sketched(model))
@@ -143,13 +132,10 @@ class Gradients:
         self.switch.start(first, draw)
         seed_generators(self.device, self.seed)
         value = scalar_loss(self.loss_fn, self.model, batch)
-        self.switch.forward_is_done()
+        self.switch.recording = False
         seed_generators(self.device, self.seed, draw, -1)
-        grads = torch.autograd.grad(value, self.parameters, allow_unused=True)
-        return [
-            torch.zeros_like(p) if g is None else g.detach()
-            for g, p in zip(grads, self.parameters, strict=True)
-        ]
+        grads = torch.autograd.grad(value, self.parameters, materialize_grads=True)
+        return [g.detach() for g in grads]
 
 
 def _device(module: nn.Module) -> torch.device:
@@ -163,12 +149,10 @@ def scalar_loss(loss_fn: Loss, model: nn.Module, batch: Any) -> Tensor:
     except (TypeError, AttributeError) as error:
         error.add_note("sketchprop calls loss_fn(model, batch): it runs the model itself")
         raise
-    if not isinstance(value, Tensor) or value.numel() != 1 or value.dim() != 0:
-        given = (
-            f"a tensor of shape {tuple(value.shape)}"
-            if isinstance(value, Tensor)
-            else f"a {type(value).__name__}"
-        )
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        given = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            given = f"a tensor of shape {tuple(value.shape)}"
         raise ValueError(
             f"loss_fn returned {given}; return a scalar tensor, for example "
             "F.cross_entropy(model(x), y), or use .mean()"
@@ -191,11 +175,10 @@ def one_pass(
 
 def squared_distance(a: list[Tensor], b: list[Tensor]) -> float:
     """‖a - b‖², accumulated in float64 where the device has it; waits once for each device."""
-    totals: dict[torch.device, Tensor] = {}
+    totals: dict[torch.device, Any] = defaultdict(int)
     for x, y in zip(a, b, strict=True):
-        part = _square_sum(x - y)
-        totals[x.device] = part + totals[x.device] if x.device in totals else part
-    return sum(float(total) for total in totals.values())
+        totals[x.device] += _square_sum(x - y)
+    return sum(map(float, totals.values()))
 
 
 def squared_norm(x: Tensor) -> float:

@@ -70,7 +70,7 @@ class VarianceReport:
     layers: tuple[LayerVariance, ...]
     """In the order of forward; empty without ``split``."""
     remainder: Estimate | None
-    """V - Σ of the layers, draw by draw: zero within its error."""
+    """V - Σ of the layers, draw by draw: zero within its error; ``None`` without ``split``."""
     signal: float
     """‖g‖², of the mean gradient g: ‖ḡ‖² of the batches without the σ²/M that is noise."""
     missed: dict[str, Estimate]
@@ -160,7 +160,7 @@ def measure_variance(
                     drawn[-1].append(_draw(gradients, batch, number, exact, split))
                     if progress is not None:
                         progress((len(drawn) - 1 + (number + 1) / count) / len(batches))
-    return _report(gradients, math.fsum(map(squared_norm, mean)), deviations, drawn, split)
+    return _report(gradients, mean, deviations, drawn, split)
 
 
 def _mean_gradient(gradients: Gradients, batches: Sequence[Any]) -> list[Tensor]:
@@ -219,7 +219,7 @@ def _pilot(gradients: Gradients, batches: Sequence[Any]) -> int:
 
 def _report(
     gradients: Gradients,
-    mean_norm: float,
+    mean: list[Tensor],
     deviations: list[float],
     drawn: list[list[_Draw]],
     split: bool,
@@ -227,34 +227,31 @@ def _report(
     def each(read: Callable[[_Draw], float]) -> list[list[float]]:
         return [[read(draw) for draw in of_batch] for of_batch in drawn]
 
+    added, sigma2 = each(lambda draw: draw.added), minibatch_variance(deviations)
+    layers = []
     sketches = {name: repr(m.sketch) for m, name in gradients.switch.layers.items()}
-    injected = {
-        name: each(lambda draw, name=name: draw.injected.get(name, 0.0))  # type: ignore[misc]
-        for name in dict.fromkeys(name for of_batch in drawn for name in of_batch[0].injected)
-    }
-    alignments = {
-        name: each(lambda draw, i=i: draw.alignments[i])  # type: ignore[misc]
-        for i, name in enumerate(gradients.names)
-    }
-    added = each(lambda draw: draw.added)
-    sigma2 = minibatch_variance(deviations)
+    names = dict.fromkeys(name for of_batch in drawn for name in of_batch[0].injected)
+    for name in names if split else ():
+        parts = each(lambda draw, name=name: draw.injected.get(name, 0.0))  # type: ignore[misc]
+        injected, relative = over_draws(parts), variance_ratio(parts, deviations)
+        layers.append(LayerVariance(name, sketches[name], injected, relative))
+    missed = {}
+    for i, name in enumerate(gradients.names):
+        values = each(lambda draw, i=i: draw.alignments[i])  # type: ignore[misc]
+        if surprising(values):
+            missed[name] = over_draws(values)
+    rest = each(lambda draw: draw.added - math.fsum(draw.injected.values()))
+    norm = math.fsum(map(squared_norm, mean))
     return VarianceReport(
         batches=len(drawn),
         draws=len(drawn[0]),
         sigma2=sigma2,
         added=over_draws(added),
         relative=variance_ratio(added, deviations),
-        layers=tuple(
-            LayerVariance(
-                name, sketches[name], over_draws(values), variance_ratio(values, deviations)
-            )
-            for name, values in (injected if split else {}).items()
-        ),
-        remainder=over_draws(each(lambda draw: draw.added - math.fsum(draw.injected.values())))
-        if split
-        else None,
-        signal=max(0.0, mean_norm - sigma2.value / len(drawn)),
-        missed={k: over_draws(values) for k, values in alignments.items() if surprising(values)},
+        layers=tuple(layers),
+        remainder=over_draws(rest) if split else None,
+        signal=max(0.0, norm - sigma2.value / len(drawn)),
+        missed=missed,
     )
 
 
