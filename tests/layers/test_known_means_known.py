@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
 from sketchprop import Tokens, zoo
@@ -160,3 +161,17 @@ def test_a_proof_leaves_no_trace(dropout: float) -> None:
         assert all(module.training for module in twin.modules())
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+def test_counting_flops_changes_nothing():
+    """Torch's counter hangs hooks on all modules; they only look."""
+    torch.manual_seed(0)
+    model = sp.sketch_(zoo.VisionTransformer(depth=1).train(), Tokens(0.2))
+    images = torch.randn(2, 3, 32, 32)
+    counted = []
+    for budget in (0.2, 1.0):
+        sp.set_budget_(model, budget)
+        with FlopCounterMode(display=False) as counter:
+            model(images).sum().backward()
+        counted.append(counter.get_total_flops())
+    assert counted[0] < 0.8 * counted[1]

@@ -12,7 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+    _has_any_global_hook,
+)
+from torch.utils.module_tracker import ModuleTracker
 
 from ..core.cost import Cost, Size
 from ..ops import sketched_linear
@@ -143,11 +150,22 @@ def altered(module: nn.Module) -> bool:
     replaced, on it or on its class."""
     entries = vars(module)
     kind: Any = type(module)
-    if any(entries[name] for name in _HOOKS) or _has_any_global_hook():  # type: ignore[no-untyped-call]
+    if any(entries[name] for name in _HOOKS) or _hooked_everywhere():
         return True
     if torch.compiler.is_compiling():
         return "forward" in entries
     return not entries.keys().isdisjoint(_methods(kind)) or not as_shipped(kind)
+
+
+def _hooked_everywhere() -> bool:
+    """Whether a hook for all modules is more than torch's own tracker, by which FLOPs are told."""
+    if not _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return False
+    hooks = (*_global_forward_pre_hooks.values(), *_global_forward_hooks.values())
+    others = (_global_backward_pre_hooks, _global_backward_hooks)
+    return any(others) or any(
+        not isinstance(getattr(hook, "__self__", None), ModuleTracker) for hook in hooks
+    )
 
 
 def as_shipped(kind: Any) -> bool:
