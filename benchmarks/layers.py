@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sketchprop as sp
+from sketchprop.core.vjp import Vjp
 from sketchprop.ops import sketched_conv
-from sketchprop.sketches import AnySketch
+from sketchprop.sketches import AnySketch, Every, Fresh, Planner
 
 from .results import Line
 from .timing import Prepared, Ratio, Work, interleave
@@ -58,18 +59,18 @@ def _linear_case(shape: Shape, budgets: Sequence[float], seconds: float) -> Iter
     layer = _Linear(B, d, n)
     for budget in budgets:
         sketches: dict[str, sp.Sketch] = {"L1": sp.L1(budget)}
-        planners: dict[str, sp.Planner] = {}
+        planners: dict[str, Planner] = {}
         if budget == 0.1:
             sketches |= {"L2": sp.L2(budget), "Diagonal": sp.Diagonal(budget)}
             sketches |= {"ColumnMask": sp.ColumnMask(budget), "SampleMask": sp.SampleMask(budget)}
-            planners = {"L1, Fresh(rows=0.1)": sp.Fresh(rows=0.1), "L1, Every(10)": sp.Every(10)}
+            planners = {"L1, Fresh(rows=0.1)": Fresh(rows=0.1), "L1, Every(10)": Every(10)}
             sketches |= dict.fromkeys(planners, sp.L1(budget))
             if min(B, n) <= 1024 and B * n * d >= 2**30:
                 sketches["GradientSVD"] = sp.GradientSVD(budget)
                 sketches["RankConstrained"] = sp.RankConstrained(budget)
                 if n <= 1024:
                     sketches["GradientSVD, Every(50)"] = sp.GradientSVD(budget)
-                    planners["GradientSVD, Every(50)"] = sp.Every(50)
+                    planners["GradientSVD, Every(50)"] = Every(50)
         work: dict[str, Callable[[], object]] = {
             "exact": layer.exact(),
             "floor": layer.floor(budget),
@@ -102,7 +103,7 @@ class _Linear:
     def exact(self) -> Work:
         return self._backward(lambda: F.linear(self.x, self.W, self.b))
 
-    def sketched(self, sketch: AnySketch, planner: sp.Planner | None = None) -> Work:
+    def sketched(self, sketch: AnySketch, planner: Planner | None = None) -> Work:
         return self._backward(
             lambda: sp.sketched_linear(self.x, self.W, self.b, sketch, planner=planner)
         )
@@ -115,15 +116,15 @@ class _Linear:
         return lambda: (values @ W, values.mT @ X)
 
     def with_planning(
-        self, ratio: Ratio, sketch: sp.Sketch, planner: sp.Planner | None, exact: Ratio
+        self, ratio: Ratio, sketch: sp.Sketch, planner: Planner | None, exact: Ratio
     ) -> Ratio:
         """A median does not see the rare steps that make new atoms: their share is added."""
-        if not isinstance(planner, sp.Every):
+        if not isinstance(planner, Every):
             return ratio
         seconds = []
         for _ in range(3):
             start = time.perf_counter()
-            sketch.lasting_atoms(sp.Vjp(self.G, self.W.detach()))
+            sketch.lasting_atoms(Vjp(self.G, self.W.detach()))
             seconds.append(time.perf_counter() - start)
         extra = 1e3 * statistics.median(seconds) / planner.steps
         share = extra / exact.milliseconds

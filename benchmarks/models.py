@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sketchprop as sp
+from sketchprop.core.allocator import keep_pages
 from sketchprop.zoo import ViT, mlp
 
 from .results import Line
@@ -135,7 +136,7 @@ def _one_process(name: str, allocator: str, budget: float, seconds: float, threa
     import resource
 
     if allocator == "keep_pages":
-        sp.keep_pages()
+        keep_pages()
     torch.set_num_threads(threads)
     work = {"exact": step(name, None), "L1": step(name, sp.L1(budget))}
     measured = interleave(work, seconds=seconds)

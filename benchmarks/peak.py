@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import sketchprop as sp
+from sketchprop.layers import SketchedModule
 from sketchprop.meters.cost.memory import saved_bytes
+from sketchprop.sketches import ForwardRows
 from sketchprop.zoo import Bert, ViT, mlp
 
 BUDGET = 0.1
@@ -114,7 +116,7 @@ def prepare(name: str, method: str) -> tuple[nn.Module, Callable[[Tensor, Tensor
     torch.manual_seed(0)
     model = MODELS[name][0]()
     if "ForwardRows" in method:
-        sp.sketch_(model, sp.ForwardRows(BUDGET), sp.select.linear & ~sp.select.last)
+        sp.sketch_(model, ForwardRows(BUDGET), sp.select.linear & ~sp.select.last)
     if method == "Tokens":
         sp.sketch_(model, TOKENS)
     if "checkpointing" in method:
@@ -215,7 +217,7 @@ def saved_shares(name: str, size: int) -> dict[str, float]:
     """What ForwardRows leaves of the linear inputs, and of all that is saved for backward."""
     model, _ = prepare(name, "ForwardRows")
     batch = MODELS[name][1](size)
-    names = [n for n, m in model.named_modules() if isinstance(m, sp.SketchedModule)]
+    names = [n for n, m in model.named_modules() if isinstance(m, SketchedModule)]
     with sp.exact(model):
         exact = saved_bytes(model, _batch_loss, batch)
     kept = saved_bytes(model, _batch_loss, batch)

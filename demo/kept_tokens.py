@@ -36,8 +36,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sketchprop as sp
+from sketchprop.core.allocator import keep_pages
 from sketchprop.core.stopwatch import clock_of, unhurried
-from sketchprop.meters.advising.curves import levels, seconds_to
+from sketchprop.meters.advising.curves import levels, value_at
 from sketchprop.zoo import ViT
 
 sys.path.append(str(Path(__file__).parents[1]))  # this checkout, which has a reader of CIFAR-10
@@ -240,7 +241,9 @@ def answer(exact: Way, smaller: Way, kept: Way) -> str:
             f"Nothing to tell yet: {exact.steps} exact steps have hardly moved the loss, "
             f"{exact.curve[0][1]:.2f} to {goal:.2f}; give more --seconds."
         )
-    whole, batch, tokens = (seconds_to(goal, curve) for curve in curves)
+    whole, batch, tokens = (
+        value_at(-goal, [(-loss, seconds) for seconds, loss in curve]) for curve in curves
+    )
 
     def saved(seconds: float) -> str:
         share = 1 - seconds / max(whole, 1e-9)
@@ -299,7 +302,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     args = options()
-    sp.keep_pages()
+    keep_pages()
     with unhurried(CPU) as busy:
         race(args, busy)
 

@@ -10,8 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sketchprop import L1, Vjp, optimal_probabilities, sample_fixed
+from sketchprop import L1
 from sketchprop.core.importance import l1
+from sketchprop.core.probabilities import optimal_probabilities
+from sketchprop.core.sampling import sample_fixed
+from sketchprop.core.vjp import Vjp
 
 B, N, RANK, U = 6, 12, 4, 0.55
 LEFT, CELL, ROW, WIDTH = 128, 38, 18, 600

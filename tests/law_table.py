@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 import sketchprop as sp
+from sketchprop.core.enumeration import expectation
 from sketchprop.core.sampling import Atoms, Uniforms, draw_uniforms
+from sketchprop.core.vjp import CompactGradient, Vjp
 from sketchprop.meters.unbiased import Case, cases
+from sketchprop.sketches import Every, ForwardRows, Fresh, Planner
 
 METHODS: tuple[type[sp.Sketch], ...] = (
     sp.ColumnMask,
@@ -30,13 +33,13 @@ METHODS: tuple[type[sp.Sketch], ...] = (
     sp.GradientSVD,
     sp.RankConstrained,
     sp.Rows,
-    sp.ForwardRows,
+    ForwardRows,
 )
 CHOICES: dict[type[sp.Sketch], dict[str, tuple[Any, ...]]] = {
     sp.Rows: {"by": ("gradient", "gradient_input", "uniform")},
-    sp.ForwardRows: {"by": ("input", "uniform")},
+    ForwardRows: {"by": ("input", "uniform")},
 }
-PLANNERS: tuple[sp.Planner, ...] = (sp.Fresh(rows=0.5), sp.Every(4), sp.Every(4, rows=0.5))
+PLANNERS: tuple[Planner, ...] = (Fresh(rows=0.5), Every(4), Every(4, rows=0.5))
 
 BUDGETS: tuple[float | int, ...] = (0.1, 0.3, 0.5, 1, 1.0)
 GRADIENTS = ("dX", "dW", "db")
@@ -48,7 +51,7 @@ class Variant:
 
     name: str
     make: Callable[[float | int], Any]
-    planner: sp.Planner | None = None
+    planner: Planner | None = None
 
     def __call__(self, budget: float | int) -> Any:
         return self.make(budget)
@@ -78,10 +81,10 @@ class Variant:
     def is_nested(self) -> bool:
         return getattr(self.example, "then", None) is not None
 
-    def new_planner(self) -> sp.Planner | None:
+    def new_planner(self) -> Planner | None:
         return None if self.planner is None else self.planner.anew()
 
-    def atoms(self, sketch: Any, vjp: sp.Vjp) -> Atoms:
+    def atoms(self, sketch: Any, vjp: Vjp) -> Atoms:
         """From a planner that has served another gradient before: what it remembers is stale."""
         planner = self.new_planner()
         if planner is None:
@@ -89,9 +92,7 @@ class Variant:
         planner.atoms(sketch, vjp._replace(G=vjp.G.roll(1, -1).flip(-2)))
         return planner.atoms(sketch, vjp)
 
-    def draw(
-        self, sketch: Any, vjp: sp.Vjp, uniforms: Uniforms = draw_uniforms
-    ) -> sp.CompactGradient:
+    def draw(self, sketch: Any, vjp: Vjp, uniforms: Uniforms = draw_uniforms) -> CompactGradient:
         if self.planner is None:
             return sketch(vjp, uniforms)
         return self.atoms(sketch, vjp).draw(vjp, uniforms)
@@ -100,7 +101,7 @@ class Variant:
         self, sketch: Any, G: Tensor, W: Tensor, X: Tensor, uniforms: Uniforms = draw_uniforms
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dX, dW and db of one draw."""
-        return products(self.draw(sketch, sp.Vjp(G, W, X), uniforms), W, X)
+        return products(self.draw(sketch, Vjp(G, W, X), uniforms), W, X)
 
 
 def _variants(*, paper: bool) -> Iterator[Variant]:
@@ -115,13 +116,13 @@ def _variants(*, paper: bool) -> Iterator[Variant]:
             choices["paper"] = (True,)
         for values in product(*choices.values()):
             yield _variant(method, dict(zip(choices, values, strict=True)))
-        if not paper and not sp.Every(4).refusal(method(2)):
+        if not paper and not Every(4).refusal(method(2)):
             for planner in PLANNERS:
                 yield _variant(method, {"sampling": "fixed"}, planner)
 
 
 def _variant(
-    method: type[sp.Sketch], options: dict[str, Any], planner: sp.Planner | None = None
+    method: type[sp.Sketch], options: dict[str, Any], planner: Planner | None = None
 ) -> Variant:
     marks = [v if isinstance(v, str) else k for k, v in options.items() if v is not False]
     marks += [] if planner is None else [repr(planner)]
@@ -146,10 +147,10 @@ NESTED = (
 SAMPLES = (Variant("Rows-sample", lambda b: sp.Rows(b, unit="sample")),)
 
 PAIRS = (
-    Variant("L1|ForwardRows", lambda b: sp.Split(input=sp.L1(b), weight=sp.ForwardRows(b))),
+    Variant("L1|ForwardRows", lambda b: sp.Split(input=sp.L1(b), weight=ForwardRows(b))),
     Variant(
         "Rows|ForwardRows-uniform",
-        lambda b: sp.Split(input=sp.Rows(b), weight=sp.ForwardRows(b, by="uniform")),
+        lambda b: sp.Split(input=sp.Rows(b), weight=ForwardRows(b, by="uniform")),
     ),
     Variant(
         "L1|Rows-gradient_input",
@@ -161,7 +162,7 @@ PAIRS = (
     ),
     Variant("exact|Rows", lambda b: sp.Split(input=None, weight=sp.Rows(b))),
     Variant("GradientSVD|exact", lambda b: sp.Split(input=sp.GradientSVD(b), weight=None)),
-    Variant("exact|ForwardRows", lambda b: sp.Split(input=None, weight=sp.ForwardRows(b))),
+    Variant("exact|ForwardRows", lambda b: sp.Split(input=None, weight=ForwardRows(b))),
 )
 """One sketch for dX, another for dW."""
 
@@ -174,7 +175,7 @@ PAPER = tuple(_variants(paper=True))
 SINGLE = tuple(v for v in SKETCHES if not v.is_pair)
 FIXED = tuple(v for v in SKETCHES if v.sampling == "fixed" and v.name != NESTED[3].name)
 INDEPENDENT = tuple(v for v in SINGLE if v.sampling == "independent" and not v.is_nested)
-ATOMS = tuple(v for v in SINGLE if v.method not in (sp.ElementMask, sp.ForwardRows))
+ATOMS = tuple(v for v in SINGLE if v.method not in (sp.ElementMask, ForwardRows))
 """Those whose estimate is a Ĝ: an element mask has none, rows of X have none for dX."""
 GATED = tuple(v for v in ATOMS if v.planner is None and "X" not in v.example.sees)
 
@@ -205,7 +206,7 @@ def exact_gradients(G: Tensor, W: Tensor, X: Tensor) -> tuple[Tensor, Tensor, Te
     return G @ W, G.mT @ X, G.sum(-2)
 
 
-def products(compact: sp.CompactGradient, W: Tensor, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def products(compact: CompactGradient, W: Tensor, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return compact.input_grad(W), compact.weight_grad(X), compact.bias_grad()
 
 
@@ -224,7 +225,7 @@ def layer(
     )
 
 
-def all_coins(variant: Variant, sketch: sp.Sketch, vjp: sp.Vjp) -> Iterator[tuple[float, Any]]:
+def all_coins(variant: Variant, sketch: sp.Sketch, vjp: Vjp) -> Iterator[tuple[float, Any]]:
     """Every outcome of an independent draw, toss by toss: nothing of ``core.enumeration``."""
     p = variant.atoms(sketch, vjp).probabilities
     for kept in product((False, True), repeat=p.numel()):
@@ -235,15 +236,15 @@ def all_coins(variant: Variant, sketch: sp.Sketch, vjp: sp.Vjp) -> Iterator[tupl
             yield chance, variant.draw(sketch, vjp, fixed(u))
 
 
-def expectation(
-    sketch: sp.Sketch, G: Tensor, W: Tensor, f: Callable[[sp.CompactGradient], Tensor]
+def mean_of(
+    sketch: sp.Sketch, G: Tensor, W: Tensor, f: Callable[[CompactGradient], Tensor]
 ) -> Tensor:
     """E[f(Ĝ)] for any f, over all combinations of the coins."""
 
     def run(uniforms: Uniforms) -> tuple[Tensor, ...]:
-        return (f(sketch(sp.Vjp(G, W), uniforms)),)
+        return (f(sketch(Vjp(G, W), uniforms)),)
 
-    return sp.expectation(run, together=False)[0]
+    return expectation(run, together=False)[0]
 
 
 def random_feasible(n: int, rank: float, generator: torch.Generator | None = None) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 import sketchprop as sp
+from sketchprop.core.vjp import Vjp
 
 B, N, D = 6, 5, 4
 INPUTS = {1: (D,), 2: (B, D), 3: (2, 3, D), 4: (2, 1, 3, D)}
@@ -45,7 +46,7 @@ def dense(x, weight, bias, sketch, G, uniforms, planner=None):
         rows, X = rows_of(G), rows_of(x)
         if sketch.keeps_all(len(rows), *weight.shape):  # then no planner is asked
             planner, sketch = None, sp.ColumnMask(1.0, exact_bias=sketch.exact_bias)
-        vjp = sp.Vjp(rows, weight, X, sketch.samples_of(tuple(x.shape[:-1])))
+        vjp = Vjp(rows, weight, X, sketch.samples_of(tuple(x.shape[:-1])))
         atoms = sketch.atoms(vjp) if planner is None else planner.atoms(sketch, vjp)
         G_hat = atoms.draw(vjp, uniforms).dense()
         return (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import sketchprop as sp
-from sketchprop.layers import SketchedBlock
+from sketchprop.layers import SketchedBlock, SketchedModule
 
 Z_LIMIT = 5.0
 """Largest deviation of a mean, in standard errors; a normal variable passes it in 6e-7 of cases."""
@@ -106,7 +106,7 @@ class BudgetClock:
         self.now = 0.0
 
     def __call__(self) -> float:
-        states = [m.sketching for m in self.model.modules() if isinstance(m, sp.SketchedModule)]
+        states = [m.sketching for m in self.model.modules() if isinstance(m, SketchedModule)]
         kept = [1.0 if state.exact else state.sketch.budget for state in states]
         self.now += self.rest + self.slope * sum(kept) / len(kept)
         return self.now

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import sketchprop as sp
+from sketchprop.core.allocator import keep_pages
 
 from . import ExperimentError
 from .checkpoints import FOLDER, Checkpoints
@@ -209,7 +210,7 @@ def one_thread() -> Iterator[None]:
 
 def _start_worker(parent: int) -> None:
     torch.set_num_threads(1)
-    sp.keep_pages()
+    keep_pages()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends the workers
 
     def watch() -> None:

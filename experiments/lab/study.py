@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-import sketchprop as sp
+from sketchprop.core.allocator import keep_pages
 
 from ..methods import EXACT
 from . import ExperimentError, claims
@@ -112,7 +112,7 @@ class MeasuredStudy(Study):
         settings, out = replace(self.settings, **values), self.out_folder(options, name)
         if not options.stored:
             torch.set_num_threads(1)
-            sp.keep_pages()
+            keep_pages()
             self.measure(settings, out, options)
         written, facts = self.results(settings, out)
         return self.finish(written, out, {"preset": name, "settings": settings, **facts})
@@ -229,7 +229,7 @@ class SweepStudy(Study):
             sys.stdout.write(self.plan(points, out, options.workers))
             return 0
         if not options.stored:
-            sp.keep_pages()
+            keep_pages()
             report = None if options.quiet else progress_lines()
             with Store(out, self.schema) as store:
                 missing = partial(missing_jobs, points)

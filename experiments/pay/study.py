@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import sketchprop as sp
+from sketchprop.core.allocator import keep_pages
 
 from ..lab import ExperimentError
 from ..lab.engine import ENGINES, progress_lines, run_sweep
@@ -83,7 +83,7 @@ class PayStudy(Study):
                 sys.stdout.write(_plan(_narrowed(contest, options.ways), out / contest.task))
             return 0
         if not options.stored:
-            sp.keep_pages()
+            keep_pages()
             for contest in asked:
                 self._do(contest, out, options)
             if options.times:

@@ -7,6 +7,14 @@
 
 replaces exact vector-Jacobian products by random ones whose mean is exactly the true gradient and
 whose cost is a fraction.
+
+What one does: sketch_, unsketch_, exact, set_budget_, summary, validate; select has filters.
+What one draws: Tokens for the blocks of a transformer, Rows and the paper's methods for layers.
+What one asks: advise, trial, plan, measure, check_unbiased; Tuner asks while a model trains.
+What one builds with: branch, kept_attention, sketched_linear, gate, sketchable.
+
+All else is imported from its module: planners and kinds of sketches from sketchprop.sketches, what
+a sketch sees from sketchprop.core.vjp, layers from sketchprop.layers.
 """
 
 import warnings as _warnings
@@ -16,35 +24,24 @@ with _warnings.catch_warnings():
     _warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch as _torch  # noqa: F401
 
-from ._version import __version__
-from .core.allocator import keep_pages
-from .core.enumeration import every_draw, expectation
-from .core.probabilities import optimal_probabilities
-from .core.sampling import sample_fixed, sample_independent
-from .core.vjp import CompactGradient, Vjp
-from .layers import SketchedLinear, SketchedModule, select, sketchable
+from ._version import __version__ as __version__
+from .layers import select, sketchable
 from .layers.branch import branch
-from .layers.schedule import Ladder, set_budget_
+from .layers.schedule import set_budget_
 from .layers.summary import summary
 from .layers.transform import exact, sketch_, unsketch_
-from .layers.validate import Finding, validate
+from .layers.validate import validate
 from .meters import advise, check_unbiased, measure, plan, trial
-from .ops import gate, sketched_conv, sketched_linear
+from .ops import gate, sketched_linear
 from .sketches import (
     L1,
     L2,
     ColumnMask,
-    ColumnSketch,
     Diagonal,
     ElementMask,
-    Every,
-    ForwardRows,
-    Fresh,
     GradientSVD,
-    Planner,
     RankConstrained,
     Rows,
-    RowSketch,
     SampleMask,
     Sketch,
     Split,
@@ -54,56 +51,14 @@ from .sketches import (
 from .tokens.attention import kept_attention
 from .tuning import Tuner
 
-__all__ = [
-    "L1",
-    "L2",
-    "ColumnMask",
-    "ColumnSketch",
-    "CompactGradient",
-    "Diagonal",
-    "ElementMask",
-    "Every",
-    "Finding",
-    "ForwardRows",
-    "Fresh",
-    "GradientSVD",
-    "Ladder",
-    "Planner",
-    "RankConstrained",
-    "RowSketch",
-    "Rows",
-    "SampleMask",
-    "Sketch",
-    "SketchedLinear",
-    "SketchedModule",
-    "Split",
-    "Tokens",
-    "Tuner",
-    "Variance",
-    "Vjp",
-    "__version__",
-    "advise",
-    "branch",
-    "check_unbiased",
-    "every_draw",
-    "exact",
-    "expectation",
-    "gate",
-    "keep_pages",
-    "kept_attention",
-    "measure",
-    "optimal_probabilities",
-    "plan",
-    "sample_fixed",
-    "sample_independent",
-    "select",
-    "set_budget_",
-    "sketch_",
-    "sketchable",
-    "sketched_conv",
-    "sketched_linear",
-    "summary",
-    "trial",
-    "unsketch_",
-    "validate",
-]
+__all__ = [  # noqa: RUF022 - by groups, in the order in which help() shows them
+    # what one does
+    "sketch_", "unsketch_", "exact", "set_budget_", "summary", "validate", "select",
+    # what one draws
+    "Tokens", "Rows", "L1", "L2", "Variance", "Diagonal", "GradientSVD", "RankConstrained",
+    "ColumnMask", "SampleMask", "ElementMask", "Sketch", "Split",
+    # what one asks
+    "advise", "trial", "plan", "measure", "check_unbiased", "Tuner",
+    # what one builds with
+    "branch", "kept_attention", "sketched_linear", "gate", "sketchable",
+]  # fmt: skip

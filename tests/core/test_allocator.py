@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-import sketchprop as sp
+from sketchprop.core.allocator import keep_pages
 
 FAULTS = """
 import resource, sys, torch
-import sketchprop as sp
-print(int(sp.keep_pages()) if sys.argv[1] == "keep" else 1)
+from sketchprop.core.allocator import keep_pages
+print(int(keep_pages()) if sys.argv[1] == "keep" else 1)
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
@@ -42,4 +42,4 @@ def test_pages_are_kept():
 
 def test_a_bad_size_is_refused():
     with pytest.raises(ValueError, match="top_pad=-1"):
-        sp.keep_pages(-1)
+        keep_pages(-1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from law_table import random_feasible
 from pseudo_code import p_star_from_weights
-from sketchprop import optimal_probabilities
+from sketchprop.core.probabilities import optimal_probabilities
 
 positive = st.floats(1e-12, 1e12, allow_nan=False)
 weight_lists = st.lists(positive, min_size=2, max_size=40)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pseudo_code import correlated_exact_r_sample
-from sketchprop import optimal_probabilities, sample_fixed, sample_independent
+from sketchprop.core.probabilities import optimal_probabilities
+from sketchprop.core.sampling import sample_fixed, sample_independent
 
 LAST = math.nextafter(1, 0)
 dtypes = st.sampled_from([torch.float32, torch.float64])

@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
 import sketchprop as sp
 from distributed_helpers import block, data, of, outcome, run_once
 from sketchprop.distributed import SketchedPipelineStage, WireCounter, sketch_stage_
+from sketchprop.sketches import Every, Planner
 from stack_helpers import Z_LIMIT, equal, largest_z
 
 CPU = torch.device("cpu")
@@ -60,7 +61,7 @@ class Pipe:
         layers: sp.Sketch | None = None,
         dropout: float = 0.0,
         chunks: int = CHUNKS,
-        planner: sp.Planner | None = None,
+        planner: Planner | None = None,
     ) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         single = name in ("GPipe", "1F1B")
@@ -234,7 +235,7 @@ def not_finite() -> dict[str, Any]:
 
 def inference() -> dict[str, Any]:
     """Shapes are inferred on uninitialised memory: layers remember no atoms from it."""
-    pipe = Pipe("1F1B", sketched(sp.L1(0.25)), sp.L1(0.25), planner=sp.Every(1000))
+    pipe = Pipe("1F1B", sketched(sp.L1(0.25)), sp.L1(0.25), planner=Every(1000))
     planner = pipe.modules[0][0].sketching.planner
     uses = lambda: sum(times for _, times, _ in planner._known.values())  # noqa: E731
     seen: list[int] = []

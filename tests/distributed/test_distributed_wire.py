@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import sketchprop as sp
+from sketchprop.core.vjp import Vjp
 from sketchprop.distributed import WireCounter, WireFormat
 from sketchprop.distributed.wire import wire_format
 
@@ -39,7 +40,7 @@ def test_the_other_end_gets_the_draw(sketch, dtype) -> None:
     out = torch.full_like(grad, 7.0)
     form.unpack(message, out)
     torch.manual_seed(3)
-    drawn = sketch(sp.Vjp(grad.reshape(30, 9), samples=sketch.samples_of((6, 5))))
+    drawn = sketch(Vjp(grad.reshape(30, 9), samples=sketch.samples_of((6, 5))))
     assert torch.equal(out, drawn.dense().view_as(grad))
     assert abs(form.nbytes - drawn.nbytes) < 8 * 3  # only padding
 

@@ -63,7 +63,6 @@ def test_the_answer_is_the_time_to_a_loss_that_all_reached():
 def test_a_low_loss_by_luck_gains_nothing():
     noisy = [(0.0, 5.0), (1.0, 3.0), (2.0, 4.0), (3.0, 2.0)]
     assert demo.levels(noisy) == [(0.0, 5.0), (1.5, 3.5), (3.0, 2.0)]
-    assert demo.seconds_to(3.5, demo.levels(noisy)) == 1.5
     lost = falling("Tokens(0.3)", 5.0, 6.0, 7.0)  # learnt nothing: its mean is all there is
     assert demo.levels(lost.curve) == [(1.0, 6.0)]
     assert "same loss of 6.000" in demo.answer(falling("exact", 7, 5), falling("s", 7, 5), lost)

@@ -32,6 +32,7 @@ from distributed_helpers import of, run_once
 from sketchprop.distributed import SketchedPipelineStage
 from sketchprop.integrations.lightning import SketchCallback as LightningCallback
 from sketchprop.integrations.transformers import SketchCallback as TransformersCallback
+from sketchprop.sketches import ForwardRows
 from sketchprop.zoo import ViT
 from stack_helpers import batch as rows
 from stack_helpers import equal, net
@@ -47,7 +48,7 @@ def vit() -> ViT:
 
 def everything(model: nn.Module) -> nn.Module:
     """Blocks on kept tokens, rows, columns and pairs, all of which keep all."""
-    pair = sp.Split(input=sp.L1(1.0), weight=sp.ForwardRows(1.0))
+    pair = sp.Split(input=sp.L1(1.0), weight=ForwardRows(1.0))
     return sp.sketch_(model, {"*blocks.*": sp.Tokens(1.0), "*head": sp.L1(1.0), "*embed": pair})
 
 

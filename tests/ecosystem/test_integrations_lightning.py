@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sketchprop as sp
 from sketchprop.integrations.lightning import SketchCallback, added_variance
+from sketchprop.layers import SketchedLinear
+from sketchprop.layers.schedule import Ladder
 from stack_helpers import BudgetClock, batch, equal, net
 
 
@@ -72,7 +74,7 @@ def test_under_its_old_name_budget_one_trains_bitwise_like_the_plain_trainer(tmp
     plain, sketched = module(pl), module(pl)
     fit(plain, tmp_path, [], pl, precision="bf16-mixed")
     fit(sketched, tmp_path, [SketchCallback(sp.L1(1.0))], pl, precision="bf16-mixed")
-    assert isinstance(sketched.net[0], sp.SketchedLinear)
+    assert isinstance(sketched.net[0], SketchedLinear)
     assert type(sketched.net[5]) is nn.Linear
     assert equal(parameters(plain), parameters(sketched))
     assert not equal(parameters(plain), parameters(module(pl)))
@@ -82,7 +84,7 @@ def test_stopped_and_resumed_it_is_the_run_that_was_not(tmp_path: Path) -> None:
     """Shuffled data and dropout: the callback keeps the random state, which Lightning does not."""
 
     def callbacks() -> list[Any]:
-        ladder = sp.Ladder({0: 1.0, 4: 0.5, 8: 0.25})
+        ladder = Ladder({0: 1.0, 4: 0.5, 8: 0.25})
         return [
             SketchCallback(sp.L1(0.9), schedule=ladder),
             ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1),
@@ -113,7 +115,7 @@ def test_another_sketch_on_resume_is_said(tmp_path: Path) -> None:
 
 def test_the_ladder_counts_optimizer_steps(tmp_path: Path) -> None:
     model = module()
-    callback = SketchCallback(sp.L1(0.5), schedule=sp.Ladder({0: 1.0, 2: 8, 4: 0.25}))
+    callback = SketchCallback(sp.L1(0.5), schedule=Ladder({0: 1.0, 2: 8, 4: 0.25}))
     fit(model, tmp_path, [callback], accumulate_grad_batches=2, max_epochs=3)
     # Three batches an epoch: two steps of two and one batches.
     assert model.budgets == [1.0, 1.0, 1.0, 8, 8, 8, 0.25, 0.25, 0.25]
@@ -122,7 +124,7 @@ def test_the_ladder_counts_optimizer_steps(tmp_path: Path) -> None:
 def test_logs_hold_budget_kept_flops_and_metrics(tmp_path: Path) -> None:
     loss = lambda model, data: F.cross_entropy(model.net(data[0]), data[1])  # noqa: E731
     metrics = added_variance(loss, [batch(8, seed) for seed in (1, 2)], draws=2)
-    schedule = sp.Ladder({0: 1.0, 7: 0.25})
+    schedule = Ladder({0: 1.0, 7: 0.25})
     measured, unmeasured = module(), module()
     loud = SketchCallback(sp.L1(0.25), schedule=schedule, metrics=metrics, log_every=3, rows=8)
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
@@ -220,6 +222,6 @@ def test_a_tuner_is_told_how_many_batches_there_will_be(tmp_path: Path, limits, 
 
 def test_a_schedule_and_a_tuner_are_not_given_together() -> None:
     with pytest.raises(TypeError, match="give one of them"):
-        SketchCallback(sp.L1(0.5), sp.select.everything, sp.Ladder({0: 1.0}), tuner=sp.Tuner)
+        SketchCallback(sp.L1(0.5), sp.select.everything, Ladder({0: 1.0}), tuner=sp.Tuner)
     with pytest.raises(TypeError, match="cannot be called"):
         SketchCallback(sp.L1(0.5), tuner=0.5)

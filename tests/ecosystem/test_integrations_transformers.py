@@ -23,6 +23,8 @@ from transformers import (
 
 import sketchprop as sp
 from sketchprop.integrations.transformers import SketchCallback, added_variance
+from sketchprop.layers import SketchedLinear
+from sketchprop.layers.schedule import Ladder
 from stack_helpers import BudgetClock, equal
 
 VOCABULARY, LENGTH = 40, 8
@@ -77,7 +79,7 @@ def test_stopped_and_resumed_it_is_the_run_that_was_not(tmp_path: Path) -> None:
     """Dropout, accumulation, a shuffled sampler and a ladder that steps around the stop."""
 
     def callbacks() -> list[TrainerCallback]:
-        ladder = sp.Ladder({0: 1.0, 2: 0.5, 5: 0.25})
+        ladder = Ladder({0: 1.0, 2: 0.5, 5: 0.25})
         return [SketchCallback(sp.L1(0.9), schedule=ladder, log_every=1)]
 
     options = {"gradient_accumulation_steps": 2}
@@ -142,7 +144,7 @@ def test_logs_hold_budget_kept_flops_and_metrics(tmp_path: Path) -> None:
     halves = [default_data_collator(examples()[4 * i : 4 * i + 4]) for i in range(2)]
     metrics = added_variance(lambda model, b: model(**b).loss, halves, draws=2)
     measured, unmeasured = bert(), bert()
-    schedule = sp.Ladder({0: 1.0, 4: 0.25})
+    schedule = Ladder({0: 1.0, 4: 0.25})
     callback = SketchCallback(
         sp.L1(0.25), schedule=schedule, metrics=metrics, rows=4 * LENGTH, log_every=2
     )
@@ -196,9 +198,9 @@ def test_a_filter_and_a_model_sketched_by_hand(tmp_path: Path) -> None:
     model = bert()
     callback = SketchCallback(sp.L1(0.5), lambda module, name: name.endswith("intermediate.dense"))
     trainer(model, tmp_path / "filter", [callback], max_steps=1).train()
-    names = [name for name, m in model.named_modules() if isinstance(m, sp.SketchedLinear)]
+    names = [name for name, m in model.named_modules() if isinstance(m, SketchedLinear)]
     assert names == [f"bert.encoder.layer.{i}.intermediate.dense" for i in range(2)]
-    by_hand = SketchCallback(None, schedule=sp.Ladder({0: 0.125}))
+    by_hand = SketchCallback(None, schedule=Ladder({0: 0.125}))
     trainer(model, tmp_path / "hand", [by_hand], max_steps=1).train()
     assert model.get_submodule(names[0]).sketch == sp.L1(0.125)
 
@@ -211,7 +213,7 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="give a sketch with it"):
         SketchCallback(None, filter_fn=lambda module, name: True)
     with pytest.raises(ValueError, match="no sketched layer"):
-        trainer(bert(), tmp_path, [SketchCallback(None, schedule=sp.Ladder({0: 0.5}))]).train()
+        trainer(bert(), tmp_path, [SketchCallback(None, schedule=Ladder({0: 0.5}))]).train()
 
 
 def test_nothing_optional_is_imported_and_a_missing_package_is_named() -> None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sketchprop as sp
+from sketchprop.sketches import ForwardRows
 from stack_helpers import SKETCHES, Z_LIMIT, batch, equal, gradients, largest_z, net
 
 
@@ -38,14 +39,14 @@ def test_the_mean_is_the_autocast_gradient(sketch: sp.Sketch, dtype: torch.dtype
     assert largest_z(truth, draw, 200) <= Z_LIMIT
 
 
-@pytest.mark.parametrize("sketch", [sp.L1(0.3), sp.Rows(0.3), sp.ForwardRows(0.3)], ids=repr)
+@pytest.mark.parametrize("sketch", [sp.L1(0.3), sp.Rows(0.3), ForwardRows(0.3)], ids=repr)
 def test_float64_stays_float64_as_in_plain_layers(sketch: sp.Sketch) -> None:
     x = batch()[0].double().requires_grad_()
     image = torch.randn(2, 3, 5, 5, dtype=torch.float64, requires_grad=True)
     for given, model in ((x, net().double()), (image, nn.Conv2d(3, 8, 1).double())):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             plain = model(given)
-        if isinstance(sketch, sp.ForwardRows) and isinstance(model, nn.Conv2d):
+        if isinstance(sketch, ForwardRows) and isinstance(model, nn.Conv2d):
             continue
         sp.sketch_(model, sketch, filter_fn=lambda module, name: True)
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sketchprop as sp
+from sketchprop.sketches import ForwardRows
 from stack_helpers import SKETCHES, Z_LIMIT, batch, equal, gradients, largest_z, net
 
 
@@ -128,7 +129,7 @@ def test_a_ladder_compiles_each_rung_and_no_more() -> None:
 
 @pytest.mark.parametrize(
     "sketch",
-    [sp.Split(input=sp.L1(0.5), weight=sp.ForwardRows(0.5)), sp.Rows(0.5)],
+    [sp.Split(input=sp.L1(0.5), weight=ForwardRows(0.5)), sp.Rows(0.5)],
     ids=repr,
 )
 def test_fractions_change_on_a_ladder(sketch: sp.Sketch | sp.Split) -> None:
@@ -145,7 +146,7 @@ def test_fractions_change_on_a_ladder(sketch: sp.Sketch | sp.Split) -> None:
 
 @pytest.mark.parametrize(
     "sketch",
-    [sp.Split(input=sp.L1(0.5), weight=sp.ForwardRows(0.5)), sp.Rows(0.5)],
+    [sp.Split(input=sp.L1(0.5), weight=ForwardRows(0.5)), sp.Rows(0.5)],
     ids=repr,
 )
 def test_dynamic_shapes(sketch: sp.Sketch | sp.Split) -> None:

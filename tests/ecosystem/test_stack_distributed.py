@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sketchprop as sp
 from distributed_helpers import of, run_once
+from sketchprop.layers import SketchedLinear
 from stack_helpers import Z_LIMIT, batch, equal, gradients, largest_z, net
 
 WORLD = 2
@@ -125,7 +126,7 @@ def tensor_parallel() -> dict[str, Any]:
     # What the error advises: the plain layer is sketched (here with budget 1.0), the others not.
     filtered = model(None)
     sp.sketch_(filtered, sp.L1(1.0), lambda module, name: not hasattr(module.weight, "placements"))
-    assert [type(m) is sp.SketchedLinear for m in (filtered[0], filtered[3], filtered[5])] == [
+    assert [type(m) is SketchedLinear for m in (filtered[0], filtered[3], filtered[5])] == [
         False,
         False,
         True,

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import sketchprop as sp
+from sketchprop.layers import SketchedLinear
 from stack_helpers import Z_LIMIT, batch, equal, gradients, largest_z, net
 
 
@@ -45,7 +46,7 @@ def test_adapters_and_unused_originals_are_left_alone() -> None:
     """LoRA's factors have nothing to save; PEFT never calls what it trains a copy of."""
     config = LoraConfig(r=4, target_modules=["0", "3"], modules_to_save=["5"])
     model = sp.sketch_(get_peft_model(net(), config), sp.Rows(0.5))
-    taken = [name for name, m in model.named_modules() if isinstance(m, sp.SketchedLinear)]
+    taken = [name for name, m in model.named_modules() if isinstance(m, SketchedLinear)]
     assert taken == [f"base_model.model.{i}.base_layer" for i in "03"]
     spare = sp.select.adapters.names(model)
     assert sum("lora_" in name for name in spare) == 4
@@ -89,7 +90,7 @@ def test_a_frozen_base_layer_saves_no_input(build) -> None:
     saved: list[Tensor] = []
     inputs: list[Tensor] = []
     base = [m for name, m in model.named_modules() if name.endswith("base_layer")]
-    assert [type(m) for m in base] == [sp.SketchedLinear] * 2
+    assert [type(m) for m in base] == [SketchedLinear] * 2
 
     def count(layer: nn.Module, x: Tensor) -> int:
         """How many saved tensors of a pass through ``layer`` share the input's memory."""

@@ -25,6 +25,7 @@ from experiments.lab.selection import PointResult, SeedResult
 from experiments.lab.store import DATABASE, read_rows
 from experiments.lab.sweep import Point, Run, planned_runs
 from experiments.methods import METHODS
+from sketchprop.core.vjp import Vjp
 from sketchprop.layers import SketchedModule
 from sketchprop.zoo import ViT
 
@@ -94,7 +95,7 @@ def test_the_sample_control_is_a_smaller_minibatch():
     loss(model(x), y).backward()
     grads = [p.grad.clone() for p in model.parameters()]
     torch.manual_seed(1)
-    kept = model.head.sketch(sp.Vjp(torch.ones(16, 10), model.head.weight)).index
+    kept = model.head.sketch(Vjp(torch.ones(16, 10), model.head.weight)).index
     model.zero_grad()
     with sp.exact(model):
         loss(model(x[kept]), y[kept]).backward()

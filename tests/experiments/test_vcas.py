@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import sketchprop as sp
 from experiments.vcas import Measured, VCASController, holding, own_variance
+from sketchprop.core.vjp import Vjp
 from sketchprop.zoo import ViT
 
 
@@ -54,7 +55,7 @@ def test_the_variance_of_sample_w_is_that_of_its_draws():
     G, X = torch.randn(12, 5).double(), torch.randn(12, 4).double()
     G[:3] = 0
     sketch = sp.Rows(0.5, by="gradient_input", unit="token", sampling="independent")
-    kept = [sketch(sp.Vjp(G[3:], None, X[3:])).weight_grad(X[3:]) for _ in range(4000)]
+    kept = [sketch(Vjp(G[3:], None, X[3:])).weight_grad(X[3:]) for _ in range(4000)]
     seen = torch.stack([(k - G.mT @ X).square().sum() for k in kept])
     error = float(seen.std()) / len(seen) ** 0.5
     assert abs(float(seen.mean()) - own_variance(G, X, 0.5)) < 4 * error

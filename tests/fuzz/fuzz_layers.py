@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 import fuzz_sketches
 import sketchprop as sp
 from fuzz_base import Nothing, by_shape, drawing, filled, holds, mean, pick, same
+from sketchprop.layers import SketchedModule
 from sketchprop.layers.choose import refusal
 
 TOLERANCE = {
@@ -58,7 +59,7 @@ class Sketched:
                     found = self.gradients(model, inputs, G)
                     new = self.gradients(self.sketched(plain, sketch), inputs, G)
                 same(f"history {step}", found, new, self.tolerance)
-        holds("taken", any(isinstance(m, sp.SketchedModule) for m in model.modules()))
+        holds("taken", any(isinstance(m, SketchedModule) for m in model.modules()))
         sp.unsketch_(model)
         for a, b in zip(model.modules(), plain.modules(), strict=True):
             holds("unsketch", type(a) is type(b) and vars(a).keys() == vars(b).keys())

@@ -7,6 +7,7 @@ from typing import Any
 
 import sketchprop as sp
 from fuzz_base import pick
+from sketchprop.sketches import Every, ForwardRows, Fresh, Planner
 
 COLUMNS = (sp.ColumnMask, sp.L1, sp.L2, sp.Variance, sp.Diagonal)
 SPECTRAL = (sp.GradientSVD, sp.RankConstrained)
@@ -43,7 +44,7 @@ def spectral(rng: random.Random) -> sp.Sketch:
 
 def forward_rows(rng: random.Random) -> sp.Sketch:
     options = {"sampling": pick(rng, "fixed", "independent"), "by": pick(rng, "input", "uniform")}
-    return sp.ForwardRows(budget(rng), **options)
+    return ForwardRows(budget(rng), **options)
 
 
 def single(rng: random.Random) -> sp.Sketch:
@@ -67,13 +68,11 @@ def of_layer(rng: random.Random) -> sp.Sketch | sp.Split:
     return pair(rng) if rng.random() < 0.2 else single(rng)
 
 
-def planner(rng: random.Random, sketch: Any) -> sp.Planner | None:
+def planner(rng: random.Random, sketch: Any) -> Planner | None:
     """Now and then one that can serve the sketch."""
     if rng.random() < 0.7:
         return None
-    made: sp.Planner = pick(
-        rng, sp.Fresh(rows=0.5), sp.Fresh(rows=2), sp.Every(2), sp.Every(3, rows=0.4)
-    )
+    made: Planner = pick(rng, Fresh(rows=0.5), Fresh(rows=2), Every(2), Every(3, rows=0.4))
     sides = sketch.sides if isinstance(sketch, sp.Split) else [sketch]
     return None if all(made.refusal(side) for side in sides) else made
 

@@ -21,16 +21,20 @@ from law_table import (
     all_coins,
     by_shape,
     exact_gradients,
-    expectation,
     fixed,
     layer,
+    mean_of,
     of_member,
     products,
     relative_error,
 )
 from sketchprop import sketches
 from sketchprop.core.compact import LowRank, MaskedElements, OfRows, TwoSided, Whole
+from sketchprop.core.enumeration import every_draw, expectation
+from sketchprop.core.probabilities import optimal_probabilities
+from sketchprop.core.vjp import Vjp
 from sketchprop.meters.unbiased import TOLERANCE, check_unbiased, expected_gradients
+from sketchprop.sketches import ColumnSketch, RowSketch
 
 every_sketch = pytest.mark.parametrize("variant", SKETCHES, ids=str)
 
@@ -48,7 +52,7 @@ def test_every_public_sketch_is_in_the_table():
 
 def expected(variant, sketch, G, W, X):
     """E[dX], E[dW], E[db] over every draw."""
-    return sp.expectation(lambda uniforms: variant.gradients(sketch, G, W, X, uniforms))
+    return expectation(lambda uniforms: variant.gradients(sketch, G, W, X, uniforms))
 
 
 # --- 1: the expectation is the exact gradient ---
@@ -87,13 +91,13 @@ def test_the_enumeration_agrees_with_all_outcomes_of_the_coins(variant, budget):
     sketch = variant(budget)
     totals = [torch.zeros_like(t) for t in exact_gradients(G, W, X)]
     chances = 0.0
-    for chance, drawn in all_coins(variant, sketch, sp.Vjp(G, W, X)):
+    for chance, drawn in all_coins(variant, sketch, Vjp(G, W, X)):
         chances += chance
         for total, part in zip(totals, products(drawn, W, X), strict=True):
             total.add_(chance * part)
     assert chances == pytest.approx(1, abs=1e-12)
     for together in (True, False):
-        means = sp.expectation(
+        means = expectation(
             lambda uniforms: variant.gradients(sketch, G, W, X, uniforms), together=together
         )
         for total, mean in zip(totals, means, strict=True):
@@ -145,7 +149,7 @@ def test_the_enumeration_follows_a_draw_that_depends_on_another():
         return bool(first), bool(uniforms(p, (1,)) < p)
 
     chances = dict.fromkeys([(True, True), (True, False), (False, True), (False, False)], 0.0)
-    for chance, outcome in sp.every_draw(run):
+    for chance, outcome in every_draw(run):
         chances[outcome] += chance
     assert list(chances.values()) == pytest.approx([1 / 8, 1 / 8, 3 / 32, 21 / 32], abs=1e-15)
 
@@ -251,9 +255,7 @@ def test_rows_that_start_at_zero_never_get_a_gradient_with_the_literal_formula()
     for paper in (True, False):
         sketch = sp.Diagonal(2, paper=paper)
         rows = (
-            torch.stack([sketch(sp.Vjp(G, W), fixed(v)).weight_grad(X) for v in u])
-            .abs()
-            .amax((0, 2))
+            torch.stack([sketch(Vjp(G, W), fixed(v)).weight_grad(X) for v in u]).abs().amax((0, 2))
             > 0
         )
         assert rows.tolist() == [True, not paper, True, True, not paper, True]
@@ -333,7 +335,7 @@ def _assert_size(compact, sketch, B, n, d):
 @pytest.mark.parametrize("variant", FIXED, ids=str)
 def test_fixed_sampling_has_a_fixed_size(variant):
     for case in CASES.values():
-        vjp = sp.Vjp(case.G, case.W, case.X)
+        vjp = Vjp(case.G, case.W, case.X)
         sizes = *case.G.shape, case.W.shape[1]
         if not variant.is_pair:
             atoms = variant(1).atom_count(*sizes)
@@ -358,7 +360,7 @@ def test_independent_sampling_has_the_budget_as_its_mean_size(variant):
         atoms = sketch.atom_count(6, 5, 4)
         rank = budget if isinstance(budget, int) else budget * atoms
         assert sketch.rank(atoms) == pytest.approx(rank)
-        sums = variant.atoms(sketch, sp.Vjp(G, W, X)).probabilities.sum(-1)
+        sums = variant.atoms(sketch, Vjp(G, W, X)).probabilities.sum(-1)
         torch.testing.assert_close(sums, torch.full_like(sums, rank), rtol=1e-12, atol=0)
 
 
@@ -366,7 +368,7 @@ def test_independent_sampling_has_the_budget_as_its_mean_size(variant):
 @pytest.mark.parametrize("variant", [v for v in SINGLE if v.method is not sp.ElementMask], ids=str)
 def test_every_atom_that_is_not_zero_has_a_positive_probability(variant, dtype):
     for case in CASES.values():
-        vjp = sp.Vjp(case.G.to(dtype), case.W.to(dtype), case.X.to(dtype))
+        vjp = Vjp(case.G.to(dtype), case.W.to(dtype), case.X.to(dtype))
         # Rows drawn in forward are atoms of dW, all others are atoms of G.
         whole = vjp.G if variant in ATOMS else vjp.G.mT @ vjp.X
         for budget in (1, 0.5):
@@ -391,14 +393,14 @@ def test_every_atom_that_is_not_zero_has_a_positive_probability(variant, dtype):
 @pytest.mark.parametrize("variant", SINGLE + PAPER, ids=str)
 def test_roots_are_the_roots_of_the_importance(variant):
     sketch = variant(2)
-    if isinstance(sketch, sp.ColumnSketch | sp.RowSketch):
+    if isinstance(sketch, ColumnSketch | RowSketch):
         for case in CASES.values():
-            vjp = sp.Vjp(case.G, case.W, case.X)
+            vjp = Vjp(case.G, case.W, case.X)
             weights = sketch.importance(vjp)
             torch.testing.assert_close(sketch.roots(vjp), weights.sqrt())
             assert torch.equal(
                 sketch.atoms(vjp).probabilities > 0,
-                sp.optimal_probabilities(weights, sketch.rank(weights.numel())) > 0,
+                optimal_probabilities(weights, sketch.rank(weights.numel())) > 0,
             )
 
 
@@ -407,7 +409,7 @@ def test_roots_are_the_roots_of_the_importance(variant):
 def test_probabilities_do_not_depend_on_the_scale_of_the_gradient(variant, scale):
     G, W, X = layer(6, 5, 4)
     sketch = variant(2)
-    one, two = (variant.atoms(sketch, sp.Vjp(g, W, X)).probabilities for g in (G, scale * G))
+    one, two = (variant.atoms(sketch, Vjp(g, W, X)).probabilities for g in (G, scale * G))
     torch.testing.assert_close(one, two)
 
 
@@ -418,7 +420,7 @@ def test_budget_one_is_exact_for_every_draw(variant):
         for budget in (1.0, 10_000):
             sketch = variant(budget)
             assert sketch.keeps_all(*G.shape, W.shape[1])
-            vjp = sp.Vjp(G, W, X)
+            vjp = Vjp(G, W, X)
             if not variant.is_pair:
                 assert (variant.atoms(sketch, vjp).probabilities == 1).all()
             drawn = variant.draw(sketch, vjp)
@@ -453,14 +455,14 @@ def test_a_stack_gives_what_each_member_gives_alone(variant, stack):
                     torch.testing.assert_close(grad[member], part, rtol=tolerance, atol=tolerance)
                 if not variant.is_pair:
                     torch.testing.assert_close(
-                        variant.atoms(sketch, sp.Vjp(G, W, X)).probabilities[member],
-                        variant.atoms(sketch, sp.Vjp(*own)).probabilities,
+                        variant.atoms(sketch, Vjp(G, W, X)).probabilities[member],
+                        variant.atoms(sketch, Vjp(*own)).probabilities,
                     )
 
 
 @pytest.mark.parametrize("variant", [v for v in ATOMS if v.sampling == "fixed"], ids=str)
 def test_members_of_a_stack_draw_for_themselves(variant):
-    many = sp.Vjp(*(t.expand(40, -1, -1) for t in layer(16, 12, 4)))
+    many = Vjp(*(t.expand(40, -1, -1) for t in layer(16, 12, 4)))
     drawn = variant.draw(variant(2), many).dense()
     assert any(not torch.allclose(drawn[0], other) for other in drawn[1:])
 
@@ -473,5 +475,5 @@ def test_members_of_a_stack_draw_for_themselves(variant):
 )
 def test_expectation_of_the_dense_gradient_is_the_gradient(variant):
     G, W, _ = layer(5, 6, 4)
-    mean = expectation(variant(2), G, W, lambda c: c.dense())
+    mean = mean_of(variant(2), G, W, lambda c: c.dense())
     torch.testing.assert_close(mean, G, rtol=0, atol=1e-11)

@@ -25,6 +25,7 @@ import sketchprop as sp
 from law_table import METHODS
 from sketchprop.layers.choose import refusal, units
 from sketchprop.layers.select import blocks_of
+from sketchprop.sketches import ForwardRows
 from sketchprop.zoo import ViT
 
 STORED = Path(__file__).with_name("noise_levels.json")
@@ -68,7 +69,7 @@ SKETCHES: dict[str, Any] = {
             sp.Rows(0.3, by="uniform"),
             sp.Rows(0.3, unit="sample"),
             sp.Rows(0.5, then=sp.L1(0.5)),
-            sp.Split(input=sp.L1(0.3), weight=sp.ForwardRows(0.3)),
+            sp.Split(input=sp.L1(0.3), weight=ForwardRows(0.3)),
             sp.Tokens(0.3),
             sp.Tokens(0.3, queries=0.3, keys=0.3, save="input"),
         )

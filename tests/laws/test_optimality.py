@@ -6,16 +6,17 @@ import pytest
 import torch
 
 import sketchprop as sp
-from law_table import expectation, layer, random_feasible
+from law_table import layer, mean_of, random_feasible
 from pseudo_code import lower_bound, p_star_from_weights
 from sketchprop.core.importance import FLOOR
+from sketchprop.core.vjp import Vjp
 
 SHAPES = [(9, 6, 8), (5, 8, 12), (12, 7, 7), (6, 10, 4)]
 RANKS = [1, 2, 3]
 
 
 def second_moment(sketch, G, W, f):
-    return float(expectation(sketch, G, W, lambda c: f(c).square().sum()))
+    return float(mean_of(sketch, G, W, lambda c: f(c).square().sum()))
 
 
 def singular_values(M):
@@ -104,7 +105,7 @@ def diagonal_objective(sketch, G, W, paper):
         E = compact.dense() - G
         return (E @ W).square().sum() + a * E.square().sum()
 
-    return float(expectation(sketch, G, W, error))
+    return float(mean_of(sketch, G, W, error))
 
 
 @pytest.mark.parametrize("paper", [True, False])
@@ -113,7 +114,7 @@ def test_diagonal_has_the_closed_form_and_the_least_of_all_column_probabilities(
     G, W, _ = layer(6, 7, 4)
     G[:, 0] *= 8  # one column is clipped at p = 1
     sketch = sp.Diagonal(budget, sampling="independent", paper=paper)
-    p = sketch.atoms(sp.Vjp(G, W)).probabilities
+    p = sketch.atoms(Vjp(G, W)).probabilities
     a = diagonal_weights(G, W, paper)
     rank = budget if isinstance(budget, int) else budget * 7
     torch.testing.assert_close(p, p_star_from_weights(a, rank))
@@ -138,9 +139,9 @@ def test_l2_minimises_the_error_of_the_gradient_among_columns():
     G, W, _ = layer(6, 7, 4)
     a = G.square().sum(0)
     sketch = sp.L2(2, sampling="independent")
-    least = float(expectation(sketch, G, W, lambda c: (c.dense() - G).square().sum()))
+    least = float(mean_of(sketch, G, W, lambda c: (c.dense() - G).square().sum()))
     assert least == pytest.approx(
-        float((a / sketch.atoms(sp.Vjp(G, W)).probabilities - a).sum()), rel=1e-9
+        float((a / sketch.atoms(Vjp(G, W)).probabilities - a).sum()), rel=1e-9
     )
     for _ in range(300):
         assert least <= float((a / random_feasible(7, 2) - a).sum()) * (1 + 1e-12)

@@ -11,12 +11,15 @@ from torch import nn
 import sketchprop as sp
 from law_table import exact_gradients, fixed, products
 from sketchprop.core.cost import Size
+from sketchprop.core.enumeration import expectation
+from sketchprop.core.vjp import Vjp
 from sketchprop.layers import attention as attention_module
 from sketchprop.meters.unbiased import expected_gradients
+from sketchprop.sketches import Every, ForwardRows, Fresh
 from sketchprop.sketches.planners import STALE_FLOOR
 
 KINDS = [sp.ColumnMask, sp.L1, sp.L2, sp.Variance, sp.Diagonal, sp.GradientSVD, sp.RankConstrained]
-ROWS = [sp.Rows(0.5), sp.SampleMask(0.5), sp.ForwardRows(0.5), sp.ElementMask(0.5)]
+ROWS = [sp.Rows(0.5), sp.SampleMask(0.5), ForwardRows(0.5), sp.ElementMask(0.5)]
 
 
 def layer(B=12, n=8, d=6):
@@ -26,12 +29,12 @@ def layer(B=12, n=8, d=6):
 @pytest.mark.parametrize("kind", KINDS)
 def test_atoms_of_another_gradient_are_unbiased_for_this_one(kind):
     """The mean over the draw, exactly, with the atoms of a G that shares nothing with this one."""
-    sketch, planner = kind(0.4), sp.Every(1000)
+    sketch, planner = kind(0.4), Every(1000)
     old, W, X = layer()
     old[:, :5] = 0  # what was zero then is not zero now
     G, _, _ = layer(B=9)
     X = X[:9]
-    planner.atoms(sketch, sp.Vjp(old, W, X))
+    planner.atoms(sketch, Vjp(old, W, X))
     means = expected_gradients(sketch, G, W, X, planner)
     for mean, true in zip(means, exact_gradients(G, W, X), strict=True):
         torch.testing.assert_close(mean, true, rtol=1e-10, atol=1e-10)
@@ -41,7 +44,7 @@ def test_atoms_of_another_gradient_are_unbiased_for_this_one(kind):
 def test_the_floor_lies_under_every_atom(kind):
     G, W, _ = layer()
     G[:, 3:] = 0
-    p = sp.Fresh(rows=4).atoms(kind(0.5), sp.Vjp(G, W)).probabilities
+    p = Fresh(rows=4).atoms(kind(0.5), Vjp(G, W)).probabilities
     assert p.min() >= STALE_FLOOR * 0.5 - 1e-12
     assert float(p.sum()) == pytest.approx(4.0)
     assert p.max() <= 1
@@ -51,7 +54,7 @@ def test_only_some_of_the_rows_are_looked_at():
     G, W, _ = layer(B=16)
 
     def probabilities(G, rows=4):
-        return sp.Fresh(rows=rows).atoms(sp.L1(0.5), sp.Vjp(G, W)).probabilities
+        return Fresh(rows=rows).atoms(sp.L1(0.5), Vjp(G, W)).probabilities
 
     changed = G.clone()
     changed[[1, 2, 3, 5, 6, 7]] *= 100
@@ -79,7 +82,7 @@ class Count:
 def test_a_layer_makes_atoms_every_k_steps(kind, monkeypatch):
     count = Count(kind, monkeypatch)
     model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 3))
-    sp.sketch_(model, kind(0.5), planner=sp.Every(4))
+    sp.sketch_(model, kind(0.5), planner=Every(4))
     for step in range(9):
         model(torch.randn(10, 6)).sum().backward()
         assert count.made == 1 + step // 4
@@ -87,7 +90,7 @@ def test_a_layer_makes_atoms_every_k_steps(kind, monkeypatch):
     assert count.made == 3
     other = copy.deepcopy(model)
     assert other[0].sketching.planner is not model[0].sketching.planner
-    sp.sketch_(model, kind(0.25), planner=sp.Every(4))  # another sketch needs other atoms
+    sp.sketch_(model, kind(0.25), planner=Every(4))  # another sketch needs other atoms
     model(torch.randn(10, 6)).sum().backward()
     assert count.made == 4
     assert set(model.state_dict()) == {"0.weight", "0.bias", "1.weight", "1.bias"}
@@ -100,7 +103,7 @@ def test_a_convolution_makes_atoms_every_k_steps(kernel, padding, memory, monkey
     model = nn.Sequential(nn.Conv2d(3, 8, kernel, padding=padding), nn.Flatten(), nn.LazyLinear(2))
     x = torch.randn(5, 3, 4, 4).to(memory_format=memory)
     model(x)
-    sp.sketch_(model, sp.L1(0.5), planner=sp.Every(4))
+    sp.sketch_(model, sp.L1(0.5), planner=Every(4))
     for step in range(9):
         model(x).square().sum().backward()
         assert count.made == 1 + step // 4
@@ -109,13 +112,13 @@ def test_a_convolution_makes_atoms_every_k_steps(kernel, padding, memory, monkey
 def test_each_projection_of_attention_has_its_own_planner(monkeypatch):
     count = Count(sp.L1, monkeypatch)
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    sp.sketch_(attention, sp.L1(0.5), sp.select.attention, planner=sp.Every(4))
+    sp.sketch_(attention, sp.L1(0.5), sp.select.attention, planner=Every(4))
     x, memory = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
     for step in range(9):
         attention(x, x, x)[0].square().sum().backward()
         assert count.made == 2 * (1 + step // 4)  # q, k and v together, and the output
     count.made = 0
-    sp.sketch_(attention, sp.L1(0.5), sp.select.attention, planner=sp.Every(4))
+    sp.sketch_(attention, sp.L1(0.5), sp.select.attention, planner=Every(4))
     attention(x, memory, memory)[0].square().sum().backward()
     assert count.made == 3
     planners = [attention.sketching.planner_of(part) for part in range(3)]
@@ -135,7 +138,7 @@ def test_attention_with_stale_atoms_is_unbiased(monkeypatch):
     wanted = grads(x)
 
     def run(uniforms):
-        sp.sketch_(attention, sp.L1(0.5), sp.select.attention, planner=sp.Every(9))
+        sp.sketch_(attention, sp.L1(0.5), sp.select.attention, planner=Every(9))
         for given, source in ((other, fixed(0.5)), (x, uniforms)):
 
             def chosen(*arguments, source=source, **options):
@@ -145,11 +148,11 @@ def test_attention_with_stale_atoms_is_unbiased(monkeypatch):
             got = grads(given)
         return got
 
-    for mean, true in zip(sp.expectation(run), wanted, strict=True):
+    for mean, true in zip(expectation(run), wanted, strict=True):
         torch.testing.assert_close(mean, true, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("planner", [sp.Fresh(rows=0.5), sp.Every(4)], ids=str)
+@pytest.mark.parametrize("planner", [Fresh(rows=0.5), Every(4)], ids=str)
 @pytest.mark.parametrize("sketch", ROWS, ids=repr)
 def test_rows_are_refused_with_a_reason(sketch, planner):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -160,17 +163,17 @@ def test_rows_are_refused_with_a_reason(sketch, planner):
 
 def test_a_pair_plans_the_side_that_can_be():
     G, W, X = layer()
-    pair = sp.Split(input=sp.L1(0.5), weight=sp.ForwardRows(0.5))
+    pair = sp.Split(input=sp.L1(0.5), weight=ForwardRows(0.5))
     x, w = X.requires_grad_(), W.requires_grad_()
 
     def run(uniforms):
-        planner = sp.Every(9)
+        planner = Every(9)
         for grad, source in ((G.flip(1), fixed(0.5)), (G, uniforms)):
             y = sp.sketched_linear(x, w, None, pair, planner=planner, uniforms=source)
             got = torch.autograd.grad(y, (x, w), grad)
         return got
 
-    for mean, true in zip(sp.expectation(run), (G @ W, G.mT @ X), strict=True):
+    for mean, true in zip(expectation(run), (G @ W, G.mT @ X), strict=True):
         torch.testing.assert_close(mean, true.detach(), rtol=0, atol=1e-10)
 
 
@@ -178,21 +181,21 @@ def test_the_cost_of_atoms_is_spread_over_the_steps():
     size = Size(1000, 64, 32)
     sketch = sp.GradientSVD(0.1)
     lasting = sketch.cost(size, lasting=True)
-    spread = sp.Every(50).cost(sketch, size)
+    spread = Every(50).cost(sketch, size)
     assert spread.scoring == pytest.approx(lasting.scoring / 50)
     assert spread.scoring_products == pytest.approx(lasting.scoring_products / 50)
     assert spread.products == lasting.products
-    tenth = sp.Fresh(rows=0.1).cost(sp.L1(0.1), size)
+    tenth = Fresh(rows=0.1).cost(sp.L1(0.1), size)
     assert tenth.scoring == pytest.approx(sp.L1(0.1).cost(size).scoring / 10)
     model = sp.sketch_(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 2)), sketch)
     alone = model[0].sketching.cost(size)
-    sp.sketch_(model, sketch, planner=sp.Every(50))
+    sp.sketch_(model, sketch, planner=Every(50))
     assert model[0].sketching.cost(size).total < alone.total
 
 
 def test_a_non_finite_step_is_seen_and_does_not_poison_the_next():
     for kind in KINDS:
-        planner, sketch = sp.Every(10), kind(0.5)
+        planner, sketch = Every(10), kind(0.5)
         W = torch.randn(8, 6, requires_grad=True)
         for step, bad in enumerate((float("nan"), None, float("inf"), None)):
             x = torch.randn(12, 6)
@@ -204,7 +207,7 @@ def test_a_non_finite_step_is_seen_and_does_not_poison_the_next():
             assert bool(grad.isfinite().all()) == (bad is None), (kind, step)
 
 
-@pytest.mark.parametrize("planner", [sp.Fresh(rows=0.5), sp.Every(4)], ids=str)
+@pytest.mark.parametrize("planner", [Fresh(rows=0.5), Every(4)], ids=str)
 def test_a_non_finite_channel_that_a_convolution_drops_is_seen(planner):
     conv = nn.Conv2d(4, 20, 3, bias=False)
     sp.sketch_(conv, sp.L1(0.2), sp.select.everything, planner=planner)
@@ -221,7 +224,7 @@ def test_a_non_finite_channel_that_a_convolution_drops_is_seen(planner):
 
 def test_compiled_steps_make_their_own_atoms():
     model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 3))
-    sp.sketch_(model, sp.L1(0.5), planner=sp.Every(4))
+    sp.sketch_(model, sp.L1(0.5), planner=Every(4))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(torch.randn(10, 6)).sum().backward()
     assert model[0].weight.grad.isfinite().all()
@@ -231,11 +234,11 @@ def test_compiled_steps_make_their_own_atoms():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: sp.Fresh(rows=0), "rows=0"),
-        (lambda: sp.Fresh(rows=1.5), "share of the rows in"),
-        (lambda: sp.Every(4, rows=float("nan")), "rows=nan"),
-        (lambda: sp.Every(0), "at least 1"),
-        (lambda: sp.Every(2.5), "an integer"),
+        (lambda: Fresh(rows=0), "rows=0"),
+        (lambda: Fresh(rows=1.5), "share of the rows in"),
+        (lambda: Every(4, rows=float("nan")), "rows=nan"),
+        (lambda: Every(0), "at least 1"),
+        (lambda: Every(2.5), "an integer"),
     ],
 )
 def test_bad_options_are_refused(make, words):
@@ -254,7 +257,7 @@ def test_the_eigen_solver_may_fail(monkeypatch):
     for sketch, planner in [
         (sp.GradientSVD(0.4), None),
         (sp.RankConstrained(0.4), None),
-        (sp.GradientSVD(0.4), sp.Fresh(rows=3)),
+        (sp.GradientSVD(0.4), Fresh(rows=3)),
     ]:
         means = expected_gradients(sketch, G, W, X, planner)
         for mean, true in zip(means, exact_gradients(G, W, X), strict=True):
@@ -276,11 +279,11 @@ def test_a_small_column_beside_large_ones_keeps_a_probability():
     G = torch.randn(64, 8) * 1e-6
     G[:, 0] *= 1e-6
     for sketch in (sp.Variance(0.5), sp.Variance(0.5, root=True), sp.L1(0.5), sp.L2(0.5)):
-        assert sketch.atoms(sp.Vjp(G)).probabilities[0] > 0
+        assert sketch.atoms(Vjp(G)).probabilities[0] > 0
 
 
 def test_rows_then_directions_of_no_row_at_all():
     G, W, X = layer(B=4)
     sketch = sp.Rows(0.01, sampling="independent", then=sp.GradientSVD(0.3))
-    drawn = sketch(sp.Vjp(G, W, X), fixed(0.999))
+    drawn = sketch(Vjp(G, W, X), fixed(0.999))
     assert all(not part.any() for part in products(drawn, W, X))

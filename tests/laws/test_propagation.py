@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import sketchprop as sp
+from sketchprop.core.enumeration import every_draw
+from sketchprop.core.vjp import Vjp
 
 
 @pytest.mark.parametrize(
@@ -25,15 +27,15 @@ def test_variance_is_local_plus_propagated_over_every_draw(sketch, view):
     hidden = x @ q.mT + x @ k.mT
 
     def run(uniforms):
-        arrived = sketch(sp.Vjp(G, top, hidden), uniforms).input_grad(top)
-        parts = [sketch(sp.Vjp(arrived, W, x), uniforms).input_grad(W) for W in (q, k)]
+        arrived = sketch(Vjp(G, top, hidden), uniforms).input_grad(top)
+        parts = [sketch(Vjp(arrived, W, x), uniforms).input_grad(W) for W in (q, k)]
         return arrived, parts
 
     def size(error):
         return float(view(error).square().sum())
 
     total = local = propagated = 0.0
-    for chance, (arrived, (by_q, by_k)) in sp.every_draw(run):
+    for chance, (arrived, (by_q, by_k)) in every_draw(run):
         total += chance * size(by_q + by_k - G @ top @ (q + k))
         local += chance * (size(by_q - arrived @ q) + size(by_k - arrived @ k))
         propagated += chance * size((arrived - G @ top) @ (q + k))

@@ -9,8 +9,12 @@ from torch import nn
 import sketchprop as sp
 from law_table import exact_gradients, fixed, layer, products
 from sketchprop.core.cost import Size
+from sketchprop.core.enumeration import expectation
+from sketchprop.core.probabilities import optimal_probabilities
 from sketchprop.core.samples import Samples
+from sketchprop.core.vjp import Vjp
 from sketchprop.meters.unbiased import check_unbiased
+from sketchprop.ops import sketched_conv
 
 RULES = ("gradient", "gradient_input", "uniform")
 SAMPLES = {
@@ -38,7 +42,7 @@ def test_unbiased_in_every_order_of_samples(samples, by, unit):
     G[4] = 0
     X[7] = 0
     sketch = sp.Rows(2, by=by, unit=unit)
-    vjp = sp.Vjp(G, W, X, samples)
+    vjp = Vjp(G, W, X, samples)
     p = sketch.atoms(vjp).probabilities
     whole = unit == "sample" or (unit is None and samples.pixels)
     assert p.numel() == (samples.samples if whole else 12)
@@ -49,7 +53,7 @@ def test_unbiased_in_every_order_of_samples(samples, by, unit):
         assert drawn.index.numel() == 2 * (samples.tokens if whole else 1)
         return *products(drawn, W, X), drawn.dense()
 
-    assert_close(sp.expectation(draw), [*exact_gradients(G, W, X), G])
+    assert_close(expectation(draw), [*exact_gradients(G, W, X), G])
 
 
 @pytest.mark.parametrize("samples", SAMPLES.values(), ids=SAMPLES)
@@ -58,7 +62,7 @@ def test_a_sample_stays_together(samples):
     owner = torch.arange(12).view(samples.before, samples.samples, samples.after)
     owner = (owner // samples.after % samples.samples).flatten()
     for _ in range(10):
-        kept = sp.Rows(2, unit="sample")(sp.Vjp(G, samples=samples)).index
+        kept = sp.Rows(2, unit="sample")(Vjp(G, samples=samples)).index
         assert sorted(kept.tolist()) == torch.isin(owner, owner[kept]).nonzero().flatten().tolist()
         assert owner[kept].unique().numel() == 2
 
@@ -68,15 +72,15 @@ def test_tokens_are_drawn_in_sample_major_order_whatever_the_memory_order():
     batch_first, sequence_first = Samples(1, 4, 3), Samples(3, 4, 1)
     moved = G.view(4, 3, 5).transpose(0, 1).reshape(12, 5)
     for u in torch.linspace(0, 0.99, 20, dtype=torch.float64):
-        one = sp.Rows(5)(sp.Vjp(G, samples=batch_first), fixed(u)).dense()
-        two = sp.Rows(5)(sp.Vjp(moved, samples=sequence_first), fixed(u)).dense()
+        one = sp.Rows(5)(Vjp(G, samples=batch_first), fixed(u)).dense()
+        two = sp.Rows(5)(Vjp(moved, samples=sequence_first), fixed(u)).dense()
         assert torch.equal(two.view(3, 4, 5).transpose(0, 1).reshape(12, 5), one)
 
 
 def test_a_row_without_input_still_gets_its_dx():
     G, W, X = layer(6, 5, 4)
     X[2] = 0
-    p = sp.Rows(2, by="gradient_input").atoms(sp.Vjp(G, W, X)).probabilities
+    p = sp.Rows(2, by="gradient_input").atoms(Vjp(G, W, X)).probabilities
     assert p[2] > 0
 
 
@@ -86,10 +90,10 @@ def test_probabilities_are_the_optimum_for_dw():
     X *= torch.rand(40, 1).double().exp().square()
     energy = G.square().sum(1) * X.square().sum(1)
     variances = {
-        by: float((energy * (1 / sp.Rows(8, by=by).atoms(sp.Vjp(G, W, X)).probabilities - 1)).sum())
+        by: float((energy * (1 / sp.Rows(8, by=by).atoms(Vjp(G, W, X)).probabilities - 1)).sum())
         for by in RULES
     }
-    best = float((energy * (1 / sp.optimal_probabilities(energy, 8) - 1)).sum())
+    best = float((energy * (1 / optimal_probabilities(energy, 8) - 1)).sum())
     assert best <= variances["gradient_input"] <= 1.05 * best
     assert variances["gradient_input"] < min(variances["gradient"], variances["uniform"])
 
@@ -110,7 +114,7 @@ def test_few_rows_are_kept_as_they_are(unit, by, dtype):
         few[few.norm(dim=1) > 0] *= 10 ** torch.randn(3 * count, 1).to(dtype)
         sketch = sp.Rows(3 if unit == "sample" else 9, by=by, unit=unit)
         for _ in range(5):
-            assert torch.equal(sketch(sp.Vjp(few, None, X, samples)).dense(), few)
+            assert torch.equal(sketch(Vjp(few, None, X, samples)).dense(), few)
 
 
 class Encoder(nn.Module):
@@ -203,16 +207,16 @@ def test_a_convolution_by_samples_is_unbiased_exactly():
     inputs = (x, weight, bias)
 
     def draw(uniforms):
-        y = sp.sketched_conv(x, weight, bias, sketch, padding=1, uniforms=uniforms)
+        y = sketched_conv(x, weight, bias, sketch, padding=1, uniforms=uniforms)
         return torch.autograd.grad(y, inputs, G)
 
     true = torch.autograd.grad(nn.functional.conv2d(x, weight, bias, padding=1), inputs, G)
-    assert_close(sp.expectation(draw), true)
+    assert_close(expectation(draw), true)
 
 
 def test_tokens_cannot_take_a_kernel():
     with pytest.raises(TypeError, match="unit='sample'"):
-        sp.sketched_conv(
+        sketched_conv(
             torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), None, sp.Rows(0.3, unit="token")
         )
 
@@ -239,7 +243,7 @@ def test_a_non_finite_gradient_is_never_hidden(unit, by, bad):
     G, W, X = layer(12, 5, 4)
     G[7, 2] = bad
     for _ in range(20):
-        vjp = sp.Vjp(G, W, X, Samples(1, 4, 3))
+        vjp = Vjp(G, W, X, Samples(1, 4, 3))
         drawn = sp.Rows(2, by=by, unit=unit)(vjp)
         assert all(not part.isfinite().all() for part in products(drawn, W, X))
 
@@ -260,13 +264,13 @@ def test_a_gate_keeps_whole_samples():
 def test_a_sketch_of_a_sketch_is_unbiased(then):
     G, W, X = layer(6, 5, 4)
     sketch = sp.Rows(4, then=then)
-    means = sp.expectation(lambda uniforms: products(sketch(sp.Vjp(G, W, X), uniforms), W, X))
+    means = expectation(lambda uniforms: products(sketch(Vjp(G, W, X), uniforms), W, X))
     assert_close(means, exact_gradients(G, W, X))
 
 
 def test_rows_and_columns_multiply_a_small_block_only():
     G, W, X = layer(20, 10, 6)
-    drawn = sp.Rows(0.3, then=sp.L1(0.3))(sp.Vjp(G, W, X))
+    drawn = sp.Rows(0.3, then=sp.L1(0.3))(Vjp(G, W, X))
     assert drawn.inner.values.shape == (6, 3)
     dense = drawn.dense()
     assert_close(products(drawn, W, X), exact_gradients(dense, W, X))
@@ -282,14 +286,14 @@ def test_what_the_second_sketch_looks_at_is_saved_in_a_first_layer(then):
     G, W, X = layer(6, 5, 4)
     sketch = sp.Rows(4, then=then)
     weight = W.clone().requires_grad_()
-    (mean,) = sp.expectation(
+    (mean,) = expectation(
         lambda uniforms: torch.autograd.grad(
             sp.sketched_linear(X, weight, None, sketch, uniforms=uniforms), weight, G
         )
     )
     assert_close([mean], [G.mT @ X])
     x = X.clone().requires_grad_()
-    (mean,) = sp.expectation(
+    (mean,) = expectation(
         lambda uniforms: torch.autograd.grad(
             sp.sketched_linear(x, W, None, sketch, uniforms=uniforms), x, G
         )
@@ -308,4 +312,4 @@ def test_errors_say_what_to_type():
     with pytest.raises(TypeError, match="then=L1"):
         sp.Rows(0.1, then=sp.ElementMask)
     with pytest.raises(TypeError, match=r"pass Vjp\(G, W, X\)"):
-        sp.Rows(0.1, by="gradient_input")(sp.Vjp(torch.randn(20, 3)))
+        sp.Rows(0.1, by="gradient_input")(Vjp(torch.randn(20, 3)))

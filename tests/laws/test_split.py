@@ -9,15 +9,17 @@ from torch import nn
 import sketchprop as sp
 from law_table import by_shape, exact_gradients, fixed, layer, products
 from sketchprop.core.cost import Size
+from sketchprop.core.vjp import Vjp
 from sketchprop.meters.unbiased import TOLERANCE, check_unbiased
+from sketchprop.sketches import ForwardRows
 
 PAIRS = [
-    sp.Split(input=sp.L1(0.3), weight=sp.ForwardRows(0.3)),
+    sp.Split(input=sp.L1(0.3), weight=ForwardRows(0.3)),
     sp.Split(input=sp.L1(2), weight=sp.Rows(2, by="gradient_input")),
     sp.Split(input=sp.Diagonal(0.5), weight=sp.L2(0.3, sampling="independent")),
     sp.Split(input=None, weight=sp.Rows(0.3)),
     sp.Split(input=sp.GradientSVD(1), weight=None),
-    sp.Split(input=sp.Rows(0.5), weight=sp.ForwardRows(0.4, by="uniform")),
+    sp.Split(input=sp.Rows(0.5), weight=ForwardRows(0.4, by="uniform")),
 ]
 
 
@@ -42,7 +44,7 @@ def test_the_sides_are_those_of_the_two_sketches():
     u = torch.rand(2).double()
     in_turn = iter(u)
     one, two = sp.L1(2), sp.Rows(3)
-    vjp = sp.Vjp(G, W)
+    vjp = Vjp(G, W)
     drawn = sp.Split(input=one, weight=two)(vjp, lambda p, shape: next(in_turn))
     torch.testing.assert_close(drawn.input_grad(W), one(vjp, fixed(u[0])).input_grad(W))
     torch.testing.assert_close(drawn.weight_grad(X), two(vjp, fixed(u[1])).weight_grad(X))
@@ -57,13 +59,13 @@ def test_the_op_gives_what_the_sketch_gives():
         x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
         y = sp.sketched_linear(x, w, None, sketch, uniforms=u)
         got = torch.autograd.grad(y, (x, w), G)
-        wanted = products(sketch(sp.Vjp(G, W, X), u), W, X)[:2]
+        wanted = products(sketch(Vjp(G, W, X), u), W, X)[:2]
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_compute_and_memory_together():
-    sketch = sp.Split(input=sp.L1(0.1), weight=sp.ForwardRows(0.1))
+    sketch = sp.Split(input=sp.L1(0.1), weight=ForwardRows(0.1))
     cost = sketch.cost(Size(1000, 512, 512))
     assert cost.products == pytest.approx(0.1 * 4 * 1000 * 512**2, rel=0.01)
     assert cost.products < cost.total < 0.12 * 4 * 1000 * 512**2
@@ -82,21 +84,21 @@ def test_compute_and_memory_together():
 
 def test_keeping_all_on_both_sides_is_exact():
     G, W, X = layer(12, 6, 5)
-    sketch = sp.Split(input=sp.L1(1.0), weight=sp.ForwardRows(1.0))
+    sketch = sp.Split(input=sp.L1(1.0), weight=ForwardRows(1.0))
     assert sketch.keeps_all(12, 6, 5)
     assert not sp.Split(input=sp.L1(0.5), weight=None).keeps_all(12, 6, 5)
-    for a, b in zip(products(sketch(sp.Vjp(G, W, X)), W, X), exact_gradients(G, W, X), strict=True):
+    for a, b in zip(products(sketch(Vjp(G, W, X)), W, X), exact_gradients(G, W, X), strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_budgets_schedules_and_copies():
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
-    sketch = sp.Split(input=sp.L1(0.1), weight=sp.ForwardRows(0.3))
+    sketch = sp.Split(input=sp.L1(0.1), weight=ForwardRows(0.3))
     sp.sketch_(model, sketch)
     sp.set_budget_(model, 0.5)
-    assert model[0].sketch == sp.Split(input=sp.L1(0.5), weight=sp.ForwardRows(0.5))
+    assert model[0].sketch == sp.Split(input=sp.L1(0.5), weight=ForwardRows(0.5))
     assert pickle.loads(pickle.dumps(sketch)) == sketch
-    assert eval(repr(sketch), {n: getattr(sp, n) for n in ("Split", "L1", "ForwardRows")}) == sketch
+    assert eval(repr(sketch), vars(sp.sketches)) == sketch
     assert sketch.budget == 0.3
 
 
@@ -106,8 +108,8 @@ def test_errors_say_what_to_type():
     with pytest.raises(TypeError, match=r"weight=Rows\(0.3\)"):
         sp.Split(input=None, weight="L1")
     with pytest.raises(ValueError, match="input=None"):
-        sp.Split(input=sp.ForwardRows(0.1), weight=None)
+        sp.Split(input=ForwardRows(0.1), weight=None)
     with pytest.raises(ValueError, match="looks at X in backward"):
-        sp.Split(input=sp.Rows(0.1, by="gradient_input"), weight=sp.ForwardRows(0.1))
+        sp.Split(input=sp.Rows(0.1, by="gradient_input"), weight=ForwardRows(0.1))
     with pytest.raises(TypeError, match="does not sketch a gradient"):
         sp.Rows(0.1, then=sp.Split(input=None, weight=sp.L1(0.1)))

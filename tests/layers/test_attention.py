@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
+from sketchprop.core.enumeration import expectation
 from sketchprop.layers import SketchedMultiheadAttention
 from sketchprop.layers import attention as attention_module
 
@@ -199,7 +200,7 @@ def test_mean_of_every_gradient_is_exact(kind, sketch, monkeypatch):
         monkeypatch.setattr(attention_module, "sketched_linear", chosen)
         return gradients(mine, given, need_weights=False)
 
-    for total, w in zip(sp.expectation(run), wanted, strict=True):
+    for total, w in zip(expectation(run), wanted, strict=True):
         same(total, w, 1e-9)
 
 
@@ -338,7 +339,7 @@ def test_conv1d_of_transformers(sketch):
         y = sp.sketched_linear(x, module.weight.mT, module.bias, sketch, uniforms=uniforms)
         return torch.autograd.grad(y, leaves, G)
 
-    for mean, true in zip(sp.expectation(run), wanted, strict=True):
+    for mean, true in zip(expectation(run), wanted, strict=True):
         same(mean, true, 1e-10)
     assert torch.equal(mine(x), module(x))
     torch.manual_seed(3)

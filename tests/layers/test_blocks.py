@@ -24,6 +24,7 @@ from sketchprop.core.sampling import draw_uniforms
 from sketchprop.layers import SketchedBlock
 from sketchprop.layers.share import kept_flops
 from sketchprop.meters import saved_bytes
+from sketchprop.sketches import Every
 from sketchprop.tokens.draw import QueryCount, draw_queries, row_norms
 from sketchprop.zoo import Block, ViT
 from stack_helpers import blocks
@@ -303,7 +304,7 @@ def test_patterns_and_filters_name_blocks() -> None:
         sp.sketch_(vit(), {"blocks.0": sp.L1(0.5), "blocks.1": Tokens(0.3)})
     assert parse_sketch("Tokens(0.3, keys=0.5)") == Tokens(0.3, keys=0.5)
     with pytest.raises(ValueError, match="leave out planner"):
-        sp.sketch_(vit(), Tokens(0.3), planner=sp.Every(5))
+        sp.sketch_(vit(), Tokens(0.3), planner=Every(5))
 
 
 def test_a_model_without_known_blocks_gets_rows_in_its_linear_layers() -> None:

@@ -9,6 +9,9 @@ from torch import nn
 
 import sketchprop as sp
 from law_table import METHODS, SKETCHES
+from sketchprop.core.probabilities import optimal_probabilities
+from sketchprop.core.sampling import sample_fixed
+from sketchprop.core.vjp import Vjp
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
 
@@ -101,13 +104,13 @@ MESSAGES = {
     # core functions
     "negative weights": (
         ValueError,
-        lambda: sp.optimal_probabilities(torch.tensor([1.0, -2.5]), 1),
+        lambda: optimal_probabilities(torch.tensor([1.0, -2.5]), 1),
         ["negative", "-2.5", "G.square().sum(-2)"],
     ),
     **{
         f"a rank of {r!r} that keeps nothing": (
             ValueError,
-            lambda r=r: sp.optimal_probabilities(torch.ones(4), r),
+            lambda r=r: optimal_probabilities(torch.ones(4), r),
             [f"rank={r!r}", "for example rank=8"],
         )
         for r in (0, -1, math.nan, "2", None, True)
@@ -115,7 +118,7 @@ MESSAGES = {
     **{
         f"a rank of {r!r} that cannot be drawn": (
             ValueError,
-            lambda r=r: sp.sample_fixed(torch.full((4,), 0.5), torch.tensor(0.5), r),
+            lambda r=r: sample_fixed(torch.full((4,), 0.5), torch.tensor(0.5), r),
             [f"rank={r}", "from 1 to 4"],
         )
         for r in (1.5, 5)
@@ -123,7 +126,7 @@ MESSAGES = {
     **{
         f"{method.__name__} without a weight": (
             TypeError,
-            lambda method=method: method(1)(sp.Vjp(torch.randn(3, 4))),
+            lambda method=method: method(1)(Vjp(torch.randn(3, 4))),
             [method.__name__, "weight=", "L1"],
         )
         for method in (sp.Diagonal, sp.RankConstrained, sp.ElementMask)

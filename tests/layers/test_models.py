@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
+from sketchprop.layers import SketchedModule
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -200,7 +201,7 @@ def test_the_backward_products_are_smaller_by_what_is_dropped(build):
             saved.append(products * (y.numel() // size) * (n - sketch.rank(n)) * d)
 
     for module in model.modules():
-        if isinstance(module, sp.SketchedModule):
+        if isinstance(module, SketchedModule):
             module.register_forward_hook(note)
     sketched = backward_flops(model, loss_of)
     assert sketched == exact - sum(saved)

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
 from sketchprop.core.enumeration import every_draw
+from sketchprop.core.vjp import Vjp
 
 NONZERO = sp.Rows(1.0, by="nonzero")
 
@@ -42,16 +43,16 @@ def test_a_padded_batch_gets_its_exact_gradient_for_a_fraction_of_the_work(unit:
 def test_there_is_one_draw_and_it_is_the_gradient() -> None:
     G = torch.zeros(9, 4, dtype=torch.float64)
     G[[2, 5]] = torch.randn(2, 4, dtype=torch.float64)
-    draws = list(every_draw(lambda uniforms: NONZERO(sp.Vjp(G), uniforms).dense()))
+    draws = list(every_draw(lambda uniforms: NONZERO(Vjp(G), uniforms).dense()))
     assert len(draws) == 1
-    assert NONZERO(sp.Vjp(G)).dense().equal(G)
-    assert NONZERO(sp.Vjp(torch.zeros(3, 4))).dense().equal(torch.zeros(3, 4))
+    assert NONZERO(Vjp(G)).dense().equal(G)
+    assert NONZERO(Vjp(torch.zeros(3, 4))).dense().equal(torch.zeros(3, 4))
 
 
 def test_a_row_that_is_not_finite_is_kept() -> None:
     G = torch.zeros(5, 3)
     G[1, 2] = torch.nan
-    assert NONZERO(sp.Vjp(G)).dense()[1].isnan().any()
+    assert NONZERO(Vjp(G)).dense()[1].isnan().any()
 
 
 def test_compiled_it_is_the_exact_product() -> None:

@@ -8,18 +8,19 @@ import pytest
 from torch import nn
 
 import sketchprop as sp
+from sketchprop.layers.schedule import Ladder
 from stack_helpers import net
 
 
 def test_a_ladder_is_a_function_of_the_step() -> None:
-    ladder = sp.Ladder({2000: 0.1, 0: 1.0, 500: 16})
+    ladder = Ladder({2000: 0.1, 0: 1.0, 500: 16})
     assert [ladder(s) for s in (0, 499, 500, 1999, 2000, 10**9)] == [1.0, 1.0, 16, 16, 0.1, 0.1]
     assert repr(ladder) == "Ladder({0: 1.0, 500: 16, 2000: 0.1})"
     again = pickle.loads(pickle.dumps(ladder))
     assert again == ladder
     assert hash(again) == hash(ladder)
     assert again(600) == 16
-    assert ladder != sp.Ladder({0: 1.0})
+    assert ladder != Ladder({0: 1.0})
 
 
 @pytest.mark.parametrize(
@@ -36,12 +37,12 @@ def test_a_ladder_is_a_function_of_the_step() -> None:
 )
 def test_a_bad_ladder_is_refused(rungs, error, says) -> None:
     with pytest.raises(error, match=says):
-        sp.Ladder(rungs)
+        Ladder(rungs)
 
 
 def test_a_step_before_the_start_is_refused() -> None:
     with pytest.raises(ValueError, match="before the start"):
-        sp.Ladder({0: 0.5})(-1)
+        Ladder({0: 0.5})(-1)
 
 
 def test_set_budget_keeps_the_rest_of_each_sketch() -> None:

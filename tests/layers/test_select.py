@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import sketchprop as sp
-from sketchprop.layers import SketchedLinear, select, sketched_class
+from sketchprop.layers import SketchedLinear, SketchedModule, select, sketched_class
 
 
 class Block(nn.Module):
@@ -56,7 +56,7 @@ ALL += ["pool", "head"]
 
 
 def taken(model):
-    return [name for name, m in model.named_modules() if isinstance(m, sp.SketchedModule)]
+    return [name for name, m in model.named_modules() if isinstance(m, SketchedModule)]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ class Scaled(nn.Module):
 
 
 @sp.sketchable(Scaled)
-class SketchedScaled(sp.SketchedModule, Scaled):
+class SketchedScaled(SketchedModule, Scaled):
     def forward(self, x):
         if not self.is_sketching():
             return super().forward(x)
@@ -252,7 +252,7 @@ def test_a_layer_can_say_which_sketches_it_takes():
         pass
 
     @sp.sketchable(Picky)
-    class SketchedPicky(sp.SketchedModule, Picky):
+    class SketchedPicky(SketchedModule, Picky):
         @classmethod
         def left_exact(cls, layer, sketch):
             return "" if isinstance(sketch, sp.L2) else "only L2 will do"
@@ -283,14 +283,14 @@ def test_wrong_uses_of_sketchable():
     with pytest.raises(TypeError, match="must come first"):
 
         @sp.sketchable(Mine)
-        class WrongOrder(Mine, sp.SketchedModule):
+        class WrongOrder(Mine, SketchedModule):
             pass
 
     assert sketched_class(Mine) is None
     for _ in range(2):  # as when a notebook cell is run again
 
         @sp.sketchable(Mine)
-        class SketchedMine(sp.SketchedModule, Mine):
+        class SketchedMine(SketchedModule, Mine):
             pass
 
     assert sketched_class(Mine) is SketchedMine

@@ -12,6 +12,8 @@ from torch import nn
 import sketchprop as sp
 from law_table import SKETCHES
 from sketchprop.core.cost import Size
+from sketchprop.layers import SketchedLinear
+from sketchprop.sketches import ForwardRows
 
 every_sketch = pytest.mark.parametrize("variant", SKETCHES, ids=str)
 
@@ -67,7 +69,7 @@ def same(first, second):
 
 
 def sketched(model):
-    return {n: m.sketch for n, m in model.named_modules() if isinstance(m, sp.SketchedLinear)}
+    return {n: m.sketch for n, m in model.named_modules() if isinstance(m, SketchedLinear)}
 
 
 # --- exact where it must be ---
@@ -146,7 +148,7 @@ def test_only_the_class_and_one_entry_change():
     assert sp.sketch_(model, sp.L1(0.5)) is model
     assert list(model) == modules
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    assert type(model[0]) is type(model[2]) is sp.SketchedLinear
+    assert type(model[0]) is type(model[2]) is SketchedLinear
     assert isinstance(model[0], nn.Linear)
     assert set(vars(model[0])) - before[0] == {"sketching"}
     assert set(vars(model[4])) == before[4]
@@ -197,12 +199,12 @@ def test_deepcopy_copy_and_pickle(variant):
     ]
     expected = gradients(model, seed=3)
     for other in copies:
-        assert type(other[0]) is sp.SketchedLinear
+        assert type(other[0]) is SketchedLinear
         assert other[0].sketch == variant(1)
         assert same(gradients(other, seed=3), expected)
     deep = copies[0]
     sp.unsketch_(deep)
-    assert type(model[0]) is sp.SketchedLinear
+    assert type(model[0]) is SketchedLinear
     shallow = copy.copy(model[0])
     assert shallow.weight is model[0].weight
     assert shallow.sketch == model[0].sketch
@@ -242,7 +244,7 @@ def test_nested_tensors_stay_exact():
     assert same(grads(), plain)
 
 
-@pytest.mark.parametrize("sketch", [sp.L1(0.5), sp.Rows(0.5), sp.ForwardRows(0.5)], ids=repr)
+@pytest.mark.parametrize("sketch", [sp.L1(0.5), sp.Rows(0.5), ForwardRows(0.5)], ids=repr)
 def test_shapes_are_inferred_on_the_meta_device(sketch):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
@@ -287,7 +289,7 @@ def test_a_backward_hook_sees_the_sketched_input_gradient():
 def test_moving_and_casting():
     model = sp.sketch_(build(), sp.L1(0.5)).double()
     assert model[0].weight.dtype == torch.float64
-    assert type(model.to("meta")[0]) is sp.SketchedLinear
+    assert type(model.to("meta")[0]) is SketchedLinear
 
 
 # --- which layers ---
@@ -302,7 +304,7 @@ def test_a_filter_sees_each_linear_layer_once():
 
 def test_a_model_that_is_itself_a_layer():
     model = sp.sketch_(nn.Linear(4, 3), sp.L1(1), everything)
-    assert type(model) is sp.SketchedLinear
+    assert type(model) is SketchedLinear
     assert type(sp.unsketch_(model)) is nn.Linear
 
 

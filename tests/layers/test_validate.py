@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import sketchprop as sp
+from sketchprop.layers import SketchedLinear
+from sketchprop.sketches import ForwardRows
 from sketchprop.zoo import ViT
 
 
@@ -40,7 +42,7 @@ def test_batch_norm_in_training_mode_is_harmed_by_rows(sketch):
         sp.sketch_(model, sketch)
 
 
-@pytest.mark.parametrize("sketch", [sp.L1(0.3), sp.ForwardRows(0.3), sp.Rows(1.0, by="nonzero")])
+@pytest.mark.parametrize("sketch", [sp.L1(0.3), ForwardRows(0.3), sp.Rows(1.0, by="nonzero")])
 def test_batch_norm_is_not_harmed_by_what_leaves_no_rows_out(sketch):
     model = wide(nn.BatchNorm1d(64))
     assert found(model, sketch) == {}
@@ -89,7 +91,7 @@ def test_layers_that_stay_exact_are_named_with_a_reason_and_a_way_out():
         assert "stays exact" in text
         assert reason in text
     sp.sketch_(model, sp.L1(0.3), sp.select.everything)
-    assert [type(m) is sp.SketchedLinear for m in model] == [False] * 4 + [True]
+    assert [type(m) is SketchedLinear for m in model] == [False] * 4 + [True]
 
 
 def test_errors_are_refused_all_at_once_with_their_names():

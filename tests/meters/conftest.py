@@ -30,8 +30,9 @@ FACTORIES = """
     from torch import nn
     import sketchprop as sp
     from sketchprop.core.compact import ColumnAtoms
+    from sketchprop.sketches import ColumnSketch
 
-    class Half(sp.ColumnSketch):
+    class Half(ColumnSketch):
         def importance(self, vjp):
             return vjp.G.square().sum(-2)
 

@@ -14,6 +14,7 @@ from torch import nn
 import sketchprop as sp
 from measure_helpers import Branched, loss_fn, make_batches, mlp
 from sketchprop.core import stopwatch
+from sketchprop.layers import SketchedModule
 from sketchprop.meters import Advice, Candidate, Option
 from sketchprop.meters.advising import meter
 from sketchprop.meters.advising.advice import OUT_OF_TIME
@@ -62,7 +63,7 @@ def test_it_says_stay_exact_and_why(options, control, reason):
     assert answer.headline().startswith("Stay exact")
     model = ViT(dim=16, depth=1, heads=2, hidden=32)
     answer.apply_(model)
-    assert not any(isinstance(m, sp.SketchedModule) for m in model.modules())
+    assert not any(isinstance(m, SketchedModule) for m in model.modules())
 
 
 def test_where_half_of_the_batch_does_more_that_comes_first_and_the_line_for_this_batch_after():

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
 from sketchprop.core.cost import Size
+from sketchprop.layers import SketchedModule
 from sketchprop.meters import measure_flops
 from sketchprop.meters.cost.shapes import recorded_uses
 
@@ -103,7 +104,7 @@ def square(model, x):
 
 def by_formula(model, batch):
     """Exact and sketched FLOPs of the backward of all sketched layers."""
-    layers = {m: name for name, m in model.named_modules() if isinstance(m, sp.SketchedModule)}
+    layers = {m: name for name, m in model.named_modules() if isinstance(m, SketchedModule)}
     with recorded_uses(layers) as uses:
         square(model, batch)
     sketched = sum(use.layer.sketching.cost(size).total for use in uses for size in use.products)

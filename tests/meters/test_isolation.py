@@ -15,6 +15,7 @@ import sketchprop as sp
 from measure_helpers import loss_fn, make_batches, mlp
 from sketchprop.layers.isolation import SKETCHING, twin
 from sketchprop.meters import measure_flops, measure_variance, saved_bytes, step_times
+from sketchprop.sketches import Every
 
 
 def tried(model, loss, batches, optimizer):
@@ -57,7 +58,7 @@ def watched():
     """A model in the middle of training: gradients, plans and running statistics are there."""
     torch.manual_seed(0)
     model = Watched()
-    sp.sketch_(model, {"first": sp.L1(0.5)}, planner=sp.Every(5))
+    sp.sketch_(model, {"first": sp.L1(0.5)}, planner=Every(5))
     sp.sketch_(model, {"second": sp.L1(0.5)})
     batches = make_batches(8)
     optimizer = torch.optim.Adam(model.parameters())
@@ -135,14 +136,14 @@ def test_a_meter_leaves_no_trace(meter, ending, training):
 
 def test_a_plain_layer_keeps_nothing_of_a_sketch_that_was_tried():
     model, batches = mlp(), make_batches()
-    sp.measure(model, loss_fn, batches, sp.L1(0.5), planner=sp.Every(3), draws=2, rounds=0)
+    sp.measure(model, loss_fn, batches, sp.L1(0.5), planner=Every(3), draws=2, rounds=0)
     assert all(not entries(module) for module in model.modules())
     assert type(model[0]) is nn.Linear
 
 
 def test_watching_does_not_change_what_training_remembers():
     torch.manual_seed(3)
-    alone = sp.sketch_(mlp(), sp.L1(0.5), planner=sp.Every(4))
+    alone = sp.sketch_(mlp(), sp.L1(0.5), planner=Every(4))
     watched = copy.deepcopy(alone)
     batches = make_batches(12)
     watching = sp.Tuner(watched, loss_fn, share=1.0, frozen=True)

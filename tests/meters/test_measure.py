@@ -14,10 +14,11 @@ from measure_helpers import Branched, loss_fn, make_batches, mlp
 from sketchprop.core.compact import ColumnAtoms
 from sketchprop.core.cost import Size
 from sketchprop.core.vjp import Vjp
-from sketchprop.layers import Sketching
+from sketchprop.layers import SketchedModule, Sketching
 from sketchprop.meters import Estimate, Times, criterion, measure_variance
 from sketchprop.meters.noise.estimate import minibatch_variance, over_draws, variance_ratio
 from sketchprop.meters.noise.variance import alignment, surprising
+from sketchprop.sketches import RowSketch
 
 Z = 4.5
 """Standard errors allowed: beyond this by chance less than once in 100,000 comparisons."""
@@ -220,7 +221,7 @@ def test_attention_with_its_own_dropout():
 
 
 def test_draws_made_in_forward_are_measured_too():
-    class EarlyMask(sp.SketchedModule, nn.Linear):
+    class EarlyMask(SketchedModule, nn.Linear):
         """Keeps each row of its gradient with probability ½, drawn in forward."""
 
         def forward(self, x):
@@ -289,7 +290,7 @@ def test_where_sketching_pays_and_where_it_does_not():
         x, w = batch
         return (w[:, None] * (m(x) - target).square()).mean()
 
-    class RowNorm(sp.RowSketch):
+    class RowNorm(RowSketch):
         def importance(self, vjp):
             return vjp.G.square().sum(-1)
 

@@ -9,8 +9,10 @@ from torch import nn
 
 import sketchprop as sp
 from sketchprop.core.stopwatch import in_turns
+from sketchprop.layers import SketchedModule
 from sketchprop.meters import Times
 from sketchprop.meters.cost.timing import compare
+from sketchprop.sketches import ForwardRows
 from sketchprop.zoo import ViT
 
 PLAN = importlib.import_module("sketchprop.meters.plan")
@@ -32,7 +34,7 @@ class Shared(nn.Module):
 
 
 def test_a_pair_is_planned_like_any_sketch():
-    pair = sp.Split(input=sp.L1(0.1), weight=sp.ForwardRows(0.1))
+    pair = sp.Split(input=sp.L1(0.1), weight=ForwardRows(0.1))
     report = sp.plan(nn.Sequential(nn.Linear(8, 8)), None, torch.randn(4, 8), rounds=1, sketch=pair)
     (line,) = report.layers
     assert line.shape == (8, 8)
@@ -97,7 +99,7 @@ def test_what_is_worthwhile_is_what_sketch_takes(slow_exact, sketch):
         left = [line.note for line in report.layers if not line.worth]
         assert all("unless filter_fn" in note for note in left)
         sp.sketch_(model, sketch)
-        sketched = [n for n, m in model.named_modules() if isinstance(m, sp.SketchedModule)]
+        sketched = [n for n, m in model.named_modules() if isinstance(m, SketchedModule)]
         assert list(report.worthwhile) == sketched
 
 

@@ -13,6 +13,7 @@ import torch
 import sketchprop as sp
 from measure_helpers import loss_fn, make_batches, mlp
 from sketchprop.core import stopwatch
+from sketchprop.layers import SketchedModule
 from sketchprop.meters import Moment, Trial, Way
 
 TRIAL = importlib.import_module("sketchprop.meters.advising.trial")
@@ -29,7 +30,7 @@ class Clock:
 
     def loss(self, model, batch):
         if model.training:
-            taken = any(isinstance(m, sp.SketchedModule) for m in model.modules())
+            taken = any(isinstance(m, SketchedModule) for m in model.modules())
             self.now += self.sketched if taken else len(batch[1]) / self.whole
         return loss_fn(model, batch)
 

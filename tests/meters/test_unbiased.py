@@ -10,10 +10,11 @@ import sketchprop as sp
 from law_table import CASES, SKETCHES, layer
 from sketchprop.core.compact import ColumnAtoms, KeptColumns
 from sketchprop.meters.unbiased import expected_gradients
+from sketchprop.sketches import ColumnSketch, RowSketch
 
 
 @dataclass(frozen=True, repr=False)
-class LInf(sp.ColumnSketch):
+class LInf(ColumnSketch):
     """A user's own method, as the docstring of ColumnSketch shows it."""
 
     def importance(self, vjp):
@@ -21,7 +22,7 @@ class LInf(sp.ColumnSketch):
 
 
 @dataclass(frozen=True, repr=False)
-class RowNorm(sp.RowSketch):
+class RowNorm(RowSketch):
     def importance(self, vjp):
         return vjp.G.square().sum(-1)
 
@@ -216,7 +217,7 @@ def test_report_text_of_monte_carlo():
 
 def test_nan_probabilities_are_an_error():
     @dataclass(frozen=True, repr=False)
-    class Negative(sp.ColumnSketch):
+    class Negative(ColumnSketch):
         def importance(self, vjp):
             return -torch.ones(vjp.G.shape[-1], dtype=vjp.G.dtype)
 

@@ -12,9 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import sketchprop as sp
 from law_table import by_shape, fixed
 from linear_laws import holds, saved_by
+from sketchprop.core.enumeration import expectation
 from sketchprop.core.sampling import draw_uniforms
+from sketchprop.core.vjp import Vjp
 from sketchprop.layers import SketchedConv1d, SketchedConv2d
 from sketchprop.ops import sketched_conv
+from sketchprop.sketches import Every, Fresh
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 B, C, N = 3, 4, 7
@@ -133,10 +136,10 @@ def test_mean_of_every_gradient_is_exact(where, sketch):
         y = where.sketched(x, weight, bias, sketch, uniforms)
         return torch.autograd.grad(y, (x, weight, bias), G)
 
-    close(sp.expectation(gradients), wanted)
+    close(expectation(gradients), wanted)
 
 
-PLANNERS = [sp.Fresh(rows=0.5), sp.Every(3), sp.Every(3, rows=0.5)]
+PLANNERS = [Fresh(rows=0.5), Every(3), Every(3, rows=0.5)]
 
 
 @every_shape
@@ -153,7 +156,7 @@ def test_mean_is_exact_with_atoms_of_another_gradient(where, planner):
         y = where.sketched(x, weight, bias, sketch, uniforms, own)
         return torch.autograd.grad(y, (x, weight, bias), G)
 
-    close(sp.expectation(gradients), wanted)
+    close(expectation(gradients), wanted)
 
 
 @every_pair
@@ -286,8 +289,8 @@ def test_unbatched_and_empty_inputs(where):
 def test_a_large_gradient_is_scored_in_parts():
     """Above a megabyte the absolute sums are taken image by image: the same weights."""
     G = torch.randn(40, 32, 24, 24)
-    wanted = sp.L1(0.1).atoms(sp.Vjp(rows(G))).probabilities
-    got = sp.L1(0.1).atoms(sp.Vjp(sp.L1(0.1).fold(G.flatten(2)))).probabilities
+    wanted = sp.L1(0.1).atoms(Vjp(rows(G))).probabilities
+    got = sp.L1(0.1).atoms(Vjp(sp.L1(0.1).fold(G.flatten(2)))).probabilities
     assert torch.allclose(got, wanted, rtol=1e-5)
     half = sp.L1(0.1).fold(G.flatten(2).half())
     assert half.dtype == torch.float32

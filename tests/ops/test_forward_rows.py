@@ -10,13 +10,17 @@ from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
 from law_table import exact_gradients
+from sketchprop.core.enumeration import expectation
 from sketchprop.core.samples import Samples
+from sketchprop.layers import SketchedModule
 from sketchprop.meters.cost.memory import saved_bytes
 from sketchprop.meters.unbiased import check_unbiased
+from sketchprop.ops import sketched_conv
+from sketchprop.sketches import ForwardRows
 from sketchprop.zoo import ViT
 
 every_rule = pytest.mark.parametrize(
-    "sketch", [sp.ForwardRows(4, by="uniform"), sp.ForwardRows(4)], ids=str
+    "sketch", [ForwardRows(4, by="uniform"), ForwardRows(4)], ids=str
 )
 
 
@@ -43,7 +47,7 @@ def test_the_op_is_unbiased_and_dx_and_db_are_exact(sketch, shape, batch_first):
         torch.testing.assert_close(db, true[2])
         return (dW,)
 
-    (mean,) = sp.expectation(gradients)
+    (mean,) = expectation(gradients)
     torch.testing.assert_close(mean, true[1], rtol=0, atol=1e-10)
 
 
@@ -57,7 +61,7 @@ def test_the_op_is_unbiased_and_dx_and_db_are_exact(sketch, shape, batch_first):
     ids=["rows, then columns", "all rows"],
 )
 def test_rows_of_x_belong_to_the_side_that_drew_them(input, rows, batch_first):
-    sketch = sp.Split(input=input, weight=sp.ForwardRows(rows), exact_bias=False)
+    sketch = sp.Split(input=input, weight=ForwardRows(rows), exact_bias=False)
     x = torch.randn(2, 3, 2).double().requires_grad_()
     weight = torch.randn(4, 2).double().requires_grad_()
     G = torch.randn(2, 3, 4).double()
@@ -68,7 +72,7 @@ def test_rows_of_x_belong_to_the_side_that_drew_them(input, rows, batch_first):
         y = sp.sketched_linear(x, weight, None, sketch, samples=samples, uniforms=uniforms)
         return torch.autograd.grad(y, (x, weight), G)
 
-    dX, dW = sp.expectation(gradients)
+    dX, dW = expectation(gradients)
     torch.testing.assert_close(dX.view(6, 2), true[0], rtol=0, atol=1e-10)
     torch.testing.assert_close(dW, true[1], rtol=0, atol=1e-10)
 
@@ -96,7 +100,7 @@ def test_checkpointing_repeats_the_draw(sketch, reentrant):
 def test_compiles_without_breaks_and_saves_the_rows_only():
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8)).double()
-    sp.sketch_(model, sp.ForwardRows(0.1), sp.select.everything)
+    sp.sketch_(model, ForwardRows(0.1), sp.select.everything)
     x = torch.randn(100, 16).double()
     sizes = []
 
@@ -122,11 +126,11 @@ def test_a_frozen_weight_saves_nothing_and_autocast_works():
         lambda t: sizes.append(t.shape) or t, lambda t: t
     )
     with hooks:
-        sp.sketched_linear(x, frozen, None, sp.ForwardRows(0.2)).sum().backward()
+        sp.sketched_linear(x, frozen, None, ForwardRows(0.2)).sum().backward()
     assert torch.Size((20, 4)) not in sizes
     weight = torch.randn(5, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        y = sp.sketched_linear(x, weight, None, sp.ForwardRows(0.2))
+        y = sp.sketched_linear(x, weight, None, ForwardRows(0.2))
     y.sum().backward()
     assert y.dtype == torch.bfloat16
     assert weight.grad.dtype == torch.float32
@@ -157,8 +161,8 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_linear_inputs_cost_the_budget_and_little_more(name):
     model, x = MODELS[name]()
-    sp.sketch_(model, sp.ForwardRows(0.1), sp.select.linear & ~sp.select.last)
-    names = [n for n, m in model.named_modules() if isinstance(m, sp.SketchedModule)]
+    sp.sketch_(model, ForwardRows(0.1), sp.select.linear & ~sp.select.last)
+    names = [n for n, m in model.named_modules() if isinstance(m, SketchedModule)]
     assert len(names) >= 2
     with sp.exact(model):
         # Summed over layers: each layer holds its input, shared or not.
@@ -173,7 +177,7 @@ def test_a_buffer_that_another_operation_holds_is_reported_as_shared():
 
     def saved(activation):
         model = nn.Sequential(nn.Linear(16, 32), activation, nn.Linear(32, 8))
-        sp.sketch_(model, sp.ForwardRows(0.1), sp.select.everything)
+        sp.sketch_(model, ForwardRows(0.1), sp.select.everything)
         with sp.exact(model):
             exact = saved_bytes(model, loss_fn, x)
         drawn = saved_bytes(model, loss_fn, x)
@@ -196,7 +200,7 @@ def test_a_buffer_that_another_operation_holds_is_reported_as_shared():
 
 def test_summary_shows_what_is_saved():
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
-    sp.sketch_(model, sp.ForwardRows(0.25))
+    sp.sketch_(model, ForwardRows(0.25))
     first, last = sp.summary(model, rows=100).layers
     assert (first.saved, last.saved) == (0.25, 1.0)
     assert 0.5 < first.flops < 0.7
@@ -205,7 +209,7 @@ def test_summary_shows_what_is_saved():
 
 def test_a_model_is_checked_over_its_draws_in_forward():
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)).double()
-    sp.sketch_(model, sp.ForwardRows(0.4))
+    sp.sketch_(model, ForwardRows(0.4))
     x = torch.randn(10, 6).double()
     report = check_unbiased(model, lambda m, x: m(x).square().mean(), x, draws=400)
     assert report.ok, str(report)
@@ -217,12 +221,10 @@ def test_a_model_is_checked_over_its_draws_in_forward():
 
 def test_errors_say_what_to_type():
     with pytest.raises(ValueError, match="'uniform'"):
-        sp.ForwardRows(0.1, by="gradient")
+        ForwardRows(0.1, by="gradient")
     with pytest.raises(TypeError, match="linear layers and attention only"):
-        sp.sketched_conv(
-            torch.randn(2, 3, 8, 8), torch.randn(4, 3, 1, 1), None, sp.ForwardRows(0.3)
-        )
+        sketched_conv(torch.randn(2, 3, 8, 8), torch.randn(4, 3, 1, 1), None, ForwardRows(0.3))
     with pytest.raises(ValueError, match="linear layers and attention only"):
-        sp.sketch_(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)), sp.ForwardRows(0.3))
+        sp.sketch_(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)), ForwardRows(0.3))
     with pytest.raises(TypeError, match="not in gate"):
-        sp.gate(torch.randn(4, 3, requires_grad=True), sp.ForwardRows(0.5))
+        sp.gate(torch.randn(4, 3, requires_grad=True), ForwardRows(0.5))

@@ -9,6 +9,7 @@ import sketchprop as sp
 from law_table import GATED, SKETCHES, by_shape, of_member
 from linear_laws import B, D, N, assert_same, fast, leaf, parameters, rows_of
 from sketchprop.core.sampling import draw_uniforms
+from sketchprop.core.vjp import Vjp
 
 every_sketch = pytest.mark.parametrize("variant", SKETCHES, ids=str)
 
@@ -109,7 +110,7 @@ def test_a_stack_of_layers(variant, stack, lead):
         z = leaf(torch.randn(*stack, *lead, B, N).double())
         sp.gate(z, sketch, weight=weight, uniforms=u).backward(G)
         samples = sketch.samples_of((*lead, B))
-        expected = sketch(sp.Vjp(rows, weight, None, samples), u).dense().view(G.shape)
+        expected = sketch(Vjp(rows, weight, None, samples), u).dense().view(G.shape)
         torch.testing.assert_close(z.grad, expected)
 
 
