@@ -20,7 +20,7 @@ from sketchprop.core.enumeration import expectation
 from sketchprop.core.sampling import Atoms, Uniforms, draw_uniforms
 from sketchprop.core.vjp import CompactGradient, Vjp
 from sketchprop.meters.unbiased import Case, cases
-from sketchprop.sketches import Every, ForwardRows, Fresh, Planner
+from sketchprop.sketches import Every, ForwardRows, Planner
 
 METHODS: tuple[type[sp.Sketch], ...] = (
     sp.ColumnMask,
@@ -39,7 +39,7 @@ CHOICES: dict[type[sp.Sketch], dict[str, tuple[Any, ...]]] = {
     sp.Rows: {"by": ("gradient", "gradient_input", "uniform")},
     ForwardRows: {"by": ("input", "uniform")},
 }
-PLANNERS: tuple[Planner, ...] = (Fresh(rows=0.5), Every(4), Every(4, rows=0.5))
+PLANNERS: tuple[Planner, ...] = (Every(1, rows=0.5), Every(4), Every(4, rows=0.5))
 
 BUDGETS: tuple[float | int, ...] = (0.1, 0.3, 0.5, 1, 1.0)
 GRADIENTS = ("dX", "dW", "db")
