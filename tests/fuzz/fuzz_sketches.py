@@ -25,7 +25,7 @@ def columns(rng: random.Random) -> sp.Sketch:
     return kind(budget(rng), **options)
 
 
-def rows(rng: random.Random, *, nested: bool = True) -> sp.Sketch:
+def rows(rng: random.Random) -> sp.Sketch:
     if rng.random() < 0.15:
         return sp.SampleMask(budget(rng), **_common(rng))
     options = _common(rng)
@@ -33,8 +33,6 @@ def rows(rng: random.Random, *, nested: bool = True) -> sp.Sketch:
     options["unit"] = pick(rng, None, None, "sample", "token")
     if rng.random() < 0.3:
         options["batch_first"] = False
-    if nested and rng.random() < 0.3:
-        options["then"] = pick(rng, columns, columns, spectral)(rng)
     return sp.Rows(budget(rng), **options)
 
 

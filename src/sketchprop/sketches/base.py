@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
-from ..core.checks import check_budget, check_sampling
+from ..core.checks import SAMPLINGS, check_budget, check_choice
 from ..core.cost import Cost, Size
 from ..core.samples import Samples
 from ..core.sampling import Atoms, Uniforms, draw_uniforms
@@ -37,7 +37,7 @@ class Sketch(ABC):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", check_budget(self.budget))
-        check_sampling(self.sampling)
+        check_choice("sampling", self.sampling, SAMPLINGS)
 
     @abstractmethod
     def atoms(self, vjp: Vjp) -> Atoms:

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..core.checks import check_share, check_steps
+from ..core.checks import check_count, check_share
 from ..core.cost import Cost, Size
 from ..core.importance import column_sums
 from ..core.sampling import Atoms
@@ -77,7 +77,7 @@ class Every(Planner):
     """The shape of gradients that atoms were made for, how often they were used, and they."""
 
     def __post_init__(self) -> None:
-        check_steps("steps", self.steps)
+        check_count("steps", self.steps, "a number of steps")
         check_share("rows", self.rows)
 
     def atoms(self, sketch: Sketch, vjp: Vjp) -> Atoms:

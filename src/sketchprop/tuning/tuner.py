@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..core.checks import check_budget
+from ..core.checks import check_budget, check_count
 from ..core.stopwatch import timed
 from ..layers import SketchedModule
 from ..layers.isolation import no_gradient_hooks
@@ -88,10 +88,7 @@ class Tuner:
     ) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"share={share!r} of the time; give for example 0.03")
-        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-            raise ValueError(
-                f"groups={groups!r}; give how many may have budgets of their own, as 8"
-            )
+        check_count("groups", groups, "how many may have budgets of their own")
         check_model(model)
         check_plain(model)
         if check_budget(start) not in LADDER:
@@ -129,8 +126,7 @@ class Tuner:
 
         Three probes at least should fit into their share of it: if need be there are fewer groups.
         """
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps={steps!r}; give how many training has, or None")
+        check_count("steps", steps, "how many training has, or None")
         if self.log:
             raise RuntimeError("the tuner has probed already: say steps= when it is made")
         self.steps = steps
