@@ -12,6 +12,11 @@ from ..core.samples import Samples
 from ..core.sampling import Atoms, Uniforms, draw_uniforms
 from ..core.vjp import CompactGradient, Vjp
 
+NOT_LASTING = (
+    "draws from the rows of one gradient: its atoms cannot come from an earlier one or from a part "
+    "of it; use a sketch of columns or directions, for example L1(0.1)"
+)
+
 
 @dataclass(frozen=True, repr=False)
 class Sketch(ABC):
@@ -53,10 +58,7 @@ class Sketch(ABC):
 
     def lasting_atoms(self, vjp: Vjp) -> Atoms:
         """Atoms for any gradient like this one, with as many columns and any number of rows."""
-        raise TypeError(
-            f"{self!r} draws from the rows of one gradient, and they are no other's: its atoms "
-            "cannot be used again; use a sketch of columns or directions, for example L1(0.1)"
-        )
+        raise TypeError(f"{self!r} {NOT_LASTING}")
 
     def __call__(self, vjp: Vjp, uniforms: Uniforms = draw_uniforms) -> CompactGradient:
         """Draws Ĝ."""

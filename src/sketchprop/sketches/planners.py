@@ -21,7 +21,7 @@ from ..core.cost import Cost, Size
 from ..core.importance import column_sums
 from ..core.sampling import Atoms
 from ..core.vjp import Vjp
-from .base import Sketch
+from .base import NOT_LASTING, Sketch
 from .split import LayerSketch
 
 STALE_FLOOR = 0.1
@@ -94,13 +94,8 @@ class Every(Planner):
         self._known = {}
 
     def refusal(self, sketch: Sketch) -> str:
-        if type(sketch).lasting_atoms is not Sketch.lasting_atoms:
-            return ""
-        return (
-            f"{sketch!r} draws from the rows of one gradient: its atoms cannot come from an "
-            "earlier one or from a part of it; use a sketch of columns or directions, for example "
-            "L1(0.1)"
-        )
+        lasting = type(sketch).lasting_atoms is not Sketch.lasting_atoms
+        return "" if lasting else f"{sketch!r} {NOT_LASTING}"
 
     def cost(self, sketch: LayerSketch, size: Size) -> Cost:
         whole = sketch.cost(size, lasting=True)

@@ -60,8 +60,6 @@ class Way:
     """One way to train, and its curves: one for each repeat, from the same weights."""
 
     name: str
-    line: str
-    """What to paste; empty for exact gradients."""
     curves: tuple[tuple[Moment, ...], ...]
 
     @property
@@ -256,9 +254,8 @@ def trial(
                     run.turn(furthest - run.seconds)
             for run in runs:
                 run.look(stream.held)
-    lines = {candidate.name: candidate.line}
     curves = {name: tuple(tuple(r.curve) for r in runs if r.name == name) for name in names}
-    ways = tuple(Way(name, lines.get(name, ""), curves[name]) for name in names)
+    ways = tuple(Way(name, curves[name]) for name in names)
     return Trial(ways, len(stream.drawn), HELD, clock() - start, busy)
 
 
