@@ -14,7 +14,7 @@ from torch import Tensor
 import sketchprop as sp
 from sketchprop.core.vjp import Vjp
 from sketchprop.ops import sketched_conv
-from sketchprop.sketches import AnySketch, Every, Fresh, Planner
+from sketchprop.sketches import AnySketch, Every, Planner
 
 from .results import Line
 from .timing import Prepared, Ratio, Work, interleave
@@ -63,7 +63,7 @@ def _linear_case(shape: Shape, budgets: Sequence[float], seconds: float) -> Iter
         if budget == 0.1:
             sketches |= {"L2": sp.L2(budget), "Diagonal": sp.Diagonal(budget)}
             sketches |= {"ColumnMask": sp.ColumnMask(budget), "SampleMask": sp.SampleMask(budget)}
-            planners = {"L1, Fresh(rows=0.1)": Fresh(rows=0.1), "L1, Every(10)": Every(10)}
+            planners = {"L1, Every(1, rows=0.1)": Every(1, rows=0.1), "L1, Every(10)": Every(10)}
             sketches |= dict.fromkeys(planners, sp.L1(budget))
             if min(B, n) <= 1024 and B * n * d >= 2**30:
                 sketches["GradientSVD"] = sp.GradientSVD(budget)

@@ -29,7 +29,7 @@ from law_table import (
     relative_error,
 )
 from sketchprop import sketches
-from sketchprop.core.compact import LowRank, MaskedElements, OfRows, TwoSided, Whole
+from sketchprop.core.compact import LowRank, MaskedElements, TwoSided, Whole
 from sketchprop.core.enumeration import every_draw, expectation
 from sketchprop.core.probabilities import optimal_probabilities
 from sketchprop.core.vjp import Vjp
@@ -110,7 +110,7 @@ def test_the_enumeration_agrees_with_all_outcomes_of_the_coins(variant, budget):
 @pytest.mark.parametrize("budget", [0.3, 0.5, 1])
 @pytest.mark.parametrize(
     "variant",
-    tuple(v for v in FIXED if not v.is_nested) + tuple(v for v in PAPER if v.sampling == "fixed"),
+    FIXED + tuple(v for v in PAPER if v.sampling == "fixed"),
     ids=str,
 )
 def test_the_enumeration_agrees_with_a_fine_grid_of_uniforms(variant, budget):
@@ -302,10 +302,7 @@ def _kept(compact):
         assert compact.right.shape[-2] == compact.left.shape[-1]
         return compact.left.shape[-1]
     assert compact.index.unique().numel() == compact.index.numel()
-    if isinstance(compact, OfRows):
-        assert compact.inner.dense().shape[-2] == compact.index.numel()
-    else:
-        assert compact.index.numel() in compact.values.shape
+    assert compact.index.numel() in compact.values.shape
     return compact.index.numel()
 
 
@@ -328,8 +325,6 @@ def _assert_size(compact, sketch, B, n, d):
             assert ((mask != 0).sum(-1) == rank).all()
     else:
         assert _kept(compact) == rank
-        if isinstance(compact, OfRows):
-            assert _kept(compact.inner) == sketch.then.rank(n)
 
 
 @pytest.mark.parametrize("variant", FIXED, ids=str)

@@ -111,5 +111,3 @@ def test_errors_say_what_to_type():
         sp.Split(input=ForwardRows(0.1), weight=None)
     with pytest.raises(ValueError, match="looks at X in backward"):
         sp.Split(input=sp.Rows(0.1, by="gradient_input"), weight=ForwardRows(0.1))
-    with pytest.raises(TypeError, match="does not sketch a gradient"):
-        sp.Rows(0.1, then=sp.Split(input=None, weight=sp.L1(0.1)))

@@ -289,8 +289,8 @@ def test_sketches_are_parsed_without_evaluating_code():
     assert parse_sketch("L1(0.1)") == sp.L1(0.1)
     assert parse_sketch("L2(16, sampling='independent')") == sp.L2(16, sampling="independent")
     assert parse_sketches(["a.*=L1(0.1)", "b=exact"]) == {"a.*": sp.L1(0.1), "b": None}
-    nested = "Rows(0.3, then=L1(0.5, root=True))"
-    assert parse_sketch(nested) == sp.Rows(0.3, then=sp.L1(0.5, root=True))
+    nested = "Split(input=None, weight=L1(0.5, root=True))"
+    assert parse_sketch(nested) == sp.Split(input=None, weight=sp.L1(0.5, root=True))
     for text in ("L1(open('x'))", "L1(0.1)(0.2)", "L1.budget(0.1)", "L1(0.1).budget", "L1(x)"):
         with pytest.raises(UsageError):
             parse_sketch(text)

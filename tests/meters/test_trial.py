@@ -113,7 +113,7 @@ def test_where_other_programs_have_the_cores_all_train_on_one_thread(busy, monke
 
 
 def way(name, *curves):
-    return Way(name, "", tuple(tuple(Moment(*m) for m in curve) for curve in curves))
+    return Way(name, tuple(tuple(Moment(*m) for m in curve) for curve in curves))
 
 
 def test_the_time_to_an_equal_loss_is_right_in_the_mean_where_losses_are_noisy():

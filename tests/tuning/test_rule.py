@@ -8,7 +8,7 @@ import random
 import pytest
 
 from sketchprop.tuning import controller as controller_file
-from sketchprop.tuning.controller import Controller, Probe, check_ladder
+from sketchprop.tuning.controller import Controller, Probe
 from sketchprop.tuning.rule import LADDER, Problem, best, calmed, undrowned
 
 REST, SLOPES, NOISE = 1.0, (0.8, 0.5, 0.4, 0.3), (0.01, 0.0025, 0.05, 0.2)
@@ -205,9 +205,3 @@ def test_a_controller_goes_on_from_its_state_through_json():
         probe = probed(truth, whole, jitter)
         assert whole.learn(probe) == resumed.learn(probe)
     assert whole.state_dict() == resumed.state_dict()
-
-
-def test_a_ladder_has_to_fall_from_one():
-    for bad in [(0.5, 0.1), (1.0,), (1.0, 0.5, 0.5), (1.0, 0.0)]:
-        with pytest.raises(ValueError, match="falling kept fractions"):
-            check_ladder(bad)

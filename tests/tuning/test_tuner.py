@@ -336,7 +336,6 @@ def test_bad_options_are_refused():
         ({"start": 0.6}, "no rung"),
         ({"groups": 0}, "groups=0"),
         ({"steps": 0}, "steps=0"),
-        ({"ladder": (0.5, 0.1)}, "falling"),
     ]:
         with pytest.raises(ValueError, match=message):
             sp.Tuner(model, loss_fn, **options)
