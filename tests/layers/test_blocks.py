@@ -293,13 +293,6 @@ def test_patterns_and_filters_name_blocks() -> None:
         sp.sketch_(vit(), Tokens(0.3), planner=Every(5))
 
 
-def test_a_model_without_known_blocks_gets_rows_in_its_linear_layers() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    sp.sketch_(model, Tokens(0.3))
-    assert model[0].sketch == sp.Rows(0.3)
-    assert type(model[2]) is nn.Linear
-
-
 def test_a_block_that_was_sharded_before_is_refused_with_the_right_order() -> None:
     model = vit()
     model.blocks[1].__class__ = type("FSDPBlock", (FSDPModule, Block), {})
