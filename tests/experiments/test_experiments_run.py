@@ -219,14 +219,6 @@ def test_missing_data_is_an_error_and_nothing_counts_as_done(tmp_path, tiny, mon
     assert not (out / TABLE).exists()
 
 
-def test_an_unknown_method_is_an_error_before_anything_is_stored(tmp_path, capsys):
-    path = tmp_path / "mine.toml"
-    path.write_text('[[extra]]\nmethods = ["l1", "rcz"]\n')
-    assert main(["mnist", "--preset", str(path), "--out", str(tmp_path / "out")]) == 1
-    assert "method 'rcz' is unknown; did you mean 'rcs'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.usefixtures("real_data")
 def test_a_local_ray_finds_the_same_numbers(tmp_path, tiny):
     pytest.importorskip("ray")

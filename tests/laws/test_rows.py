@@ -12,7 +12,6 @@ from sketchprop.core.enumeration import expectation
 from sketchprop.core.probabilities import optimal_probabilities
 from sketchprop.core.samples import Samples
 from sketchprop.core.vjp import Vjp
-from sketchprop.meters.unbiased import check_unbiased
 from sketchprop.ops import sketched_conv
 
 RULES = ("gradient", "gradient_input", "uniform")
@@ -193,8 +192,6 @@ def test_convolutions_keep_whole_images():
     model(x).square().sum().backward()
     kept = x.grad.flatten(1).norm(dim=1) > 0
     assert kept.sum() == 3
-    report = check_unbiased(model, lambda m, x: m(x).square().mean(), x.detach(), draws=400)
-    assert report.ok, str(report)
 
 
 def test_a_convolution_by_samples_is_unbiased_exactly():

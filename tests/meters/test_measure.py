@@ -404,8 +404,6 @@ def test_bad_input_is_refused_with_a_way_out():
     with pytest.raises(ValueError, match="no sketched layer; call sketch_"):
         sp.measure(model, loss_fn, batches)
     sp.sketch_(model, sp.L1(0.5))
-    with pytest.raises(ValueError, match=r"1 batch was given.*at least two"):
-        sp.measure(model, loss_fn, batches[:1])
     with pytest.raises(ValueError, match=r"shape \(24, 4\); return a scalar"):
         sp.measure(model, lambda m, b: m(b[0]), batches)
     with pytest.raises(ValueError, match="returned a float; return a scalar"):
@@ -421,9 +419,6 @@ def test_bad_input_is_refused_with_a_way_out():
     assert "loss_fn(model, batch)" in "".join(error.value.__notes__)
     with pytest.raises(ValueError, match="not finite"):
         sp.measure(model, lambda m, b: loss_fn(m, b) * math.inf, batches)
-    model.requires_grad_(False)
-    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        sp.measure(model, loss_fn, batches)
 
 
 # --- few draws -------------------------------------------------------------------------------

@@ -59,13 +59,13 @@ def test_a_line_for_each_layer_that_takes_part():
 
 
 @pytest.fixture
-def slow_exact(monkeypatch):
-    """A machine on which exact layers take 1 s and sketched ones 0.28 s."""
-    seen = []
+def slow_exact(monkeypatch, request):
+    """A machine on which exact layers take 1 s and sketched ones 0.28 s, or what is asked for."""
+    seen, times = [], (1.0, getattr(request, "param", 0.28))
 
     def fake(actions, rounds, device):
         seen.append(len(actions))
-        return [[seconds] * 3 for seconds in (1.0, 0.28)[: len(actions)]]
+        return [[seconds] * 3 for seconds in times[: len(actions)]]
 
     monkeypatch.setattr(PLAN, "in_turns", fake)
     return seen
@@ -109,11 +109,8 @@ def test_what_is_worthwhile_is_what_sketch_takes(slow_exact, sketch):
         assert list(report.worthwhile) == sketched
 
 
-def test_a_layer_that_gets_slower_is_not_worth_it(monkeypatch):
-    def fake(actions, rounds, device):
-        return [[seconds] * 3 for seconds in (1.0, 1.2)[: len(actions)]]
-
-    monkeypatch.setattr(PLAN, "in_turns", fake)
+@pytest.mark.parametrize("slow_exact", [1.2], indirect=True)
+def test_a_layer_that_gets_slower_is_not_worth_it(slow_exact):
     layer = nn.Sequential(nn.Linear(8, 20))
     report = sp.plan(layer, square, torch.randn(16, 8), sketch=sp.L1(0.1))
     (line,) = report.layers
