@@ -326,7 +326,7 @@ def test_products_are_as_small_as_the_budget_says(budget):
     for method in SPECTRAL:
         # The products with W and X are thin; making the basis costs what its cost says.
         sketch = method(budget)
-        r = sketch.rank(min(B, n))
+        r = sketch.rank_of(B, n, d)
         thin = 4 * r * d * (B + n) + 2 * r * B * n
         planned = backward_flops(sketch, B, n, d) - thin
         assert planned <= sketch.cost(Size(B, n, d)).scoring_products
