@@ -179,7 +179,9 @@ class RankConstrained(SpectralSketch):
         roots = (energies.nan_to_num().clamp(min=0) + ridge).sqrt().unsqueeze(-2)
         half, inverse = (V * roots) @ V.mT, (V / roots) @ V.mT
         w, U = self._solve(half, vjp.weight(self).to(G.dtype))
-        return RowSpace(*self.probabilities_of(w + 0 * energies, G.shape[-1]), A=inverse @ U, B=half @ U)
+        return RowSpace(
+            *self.probabilities_of(w + 0 * energies, G.shape[-1]), A=inverse @ U, B=half @ U
+        )
 
     def _solve(self, A: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of A(WWᵀ + αI)Aᵀ."""
