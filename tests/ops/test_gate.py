@@ -111,7 +111,9 @@ def model():
     return TwoPaths()
 
 
-BATCHES = [(torch.randn(6, 1, 4, 4), torch.randint(3, (6,))) for _ in range(3)]
+SOURCE = torch.Generator().manual_seed(0)
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
+BATCHES = [(torch.randn(6, 1, 4, 4, generator=SOURCE), LABELS) for _ in range(3)]
 GATES = {"channels": sp.L1(0.5), "path": sp.Rows(0.5)}
 
 

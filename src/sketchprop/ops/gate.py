@@ -90,8 +90,8 @@ class _Gate(torch.autograd.Function):
             columns = grad.movedim(ctx.dim, -1)
             form = Form(columns.shape, ctx.stack, ctx.samples)
             vjp = form.vjp(columns, None, weight)
-            dense = form.draw(ctx.sketch, vjp, ctx.planner, ctx.uniforms).dense()
-            dense = dense.view(columns.shape).movedim(-1, ctx.dim)
+            compact: Any = form.draw(ctx.sketch, vjp, ctx.planner, ctx.uniforms)
+            dense = compact.dense().view(columns.shape).movedim(-1, ctx.dim)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             (dense,) = refuse_second_backward((dense,), grad)
         return dense, None, None, None, None, None
