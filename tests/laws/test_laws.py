@@ -33,7 +33,7 @@ from sketchprop.core.enumeration import every_draw, expectation
 from sketchprop.core.probabilities import optimal_probabilities
 from sketchprop.core.vjp import Vjp
 from sketchprop.meters.unbiased import TOLERANCE, check_unbiased, expected_gradients
-from sketchprop.sketches import ColumnSketch, RowSketch
+from sketchprop.sketches import ColumnSketch, RowSketch, SpectralSketch
 
 every_sketch = pytest.mark.parametrize("variant", SKETCHES, ids=str)
 
@@ -295,7 +295,7 @@ def _assert_size(compact, sketch, B, n, d):
                 inner = side.weight if isinstance(side, TwoSided) else side
                 _assert_size(inner, own, B, n, d)
         return
-    rank = sketch.rank(sketch.atom_count(B, n, d))
+    rank = sketch.rank_of(B, n, d)
     if isinstance(compact, MaskedElements):
         for mask in (compact.weight_mask, compact.input_mask):
             assert ((mask != 0).sum(-1) == rank).all()
@@ -310,8 +310,11 @@ def test_fixed_sampling_has_a_fixed_size(variant):
         sizes = *case.G.shape, case.W.shape[1]
         if not variant.is_pair:
             atoms = variant(1).atom_count(*sizes)
-            for budget, rank in [(1, 1), (3, min(3, atoms)), (0.5, max(1, round(0.5 * atoms)))]:
-                assert variant(budget).rank(atoms) == rank
+            # Of directions the budget is a share of n, as the paper's r/n, up to the rank.
+            whole = sizes[1] if isinstance(variant(1), SpectralSketch) else atoms
+            half = min(atoms, max(1, round(0.5 * whole)))
+            for budget, rank in [(1, 1), (3, min(3, atoms)), (0.5, half), (1.0, atoms)]:
+                assert variant(budget).rank_of(*sizes) == rank
         for budget in (1, 3, 0.5):
             sketch = variant(budget)
             for _ in range(5):
@@ -328,9 +331,8 @@ def test_independent_sampling_has_the_budget_as_its_mean_size(variant):
     G, W, X = layer(6, 5, 4)
     for budget in (0.3, 2):
         sketch = variant(budget)
-        atoms = sketch.atom_count(6, 5, 4)
-        rank = budget if isinstance(budget, int) else budget * atoms
-        assert sketch.rank(atoms) == pytest.approx(rank)
+        rank = budget if isinstance(budget, int) else budget * sketch.atom_count(6, 5, 4)
+        assert sketch.rank_of(6, 5, 4) == pytest.approx(rank)
         sums = variant.atoms(sketch, Vjp(G, W, X)).probabilities.sum(-1)
         torch.testing.assert_close(sums, torch.full_like(sums, rank), rtol=1e-12, atol=0)
 
@@ -347,7 +349,7 @@ def test_every_atom_that_is_not_zero_has_a_positive_probability(variant, dtype):
             atoms = variant.atoms(sketch, vjp)
             p = atoms.probabilities
             assert ((p >= 0) & (p <= 1)).all()
-            assert float(p.sum()) == pytest.approx(sketch.rank(p.numel()), rel=1e-5)
+            assert float(p.sum()) == pytest.approx(atoms.rank, rel=1e-5)
             rebuilt = torch.zeros_like(whole)
             for i in range(p.numel()):
                 kept = atoms.keep(vjp, torch.tensor([i]), p.new_ones(1))

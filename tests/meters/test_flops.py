@@ -25,7 +25,7 @@ SKETCHES = [
     sp.GradientSVD,
     sp.RankConstrained,
 ]
-SHAPES = [(32, 24, 40), (24, 40, 16), (20, 20, 20), (7, 30, 11)]
+SHAPES = [(32, 24, 40), (24, 40, 16), (20, 20, 20), (12, 30, 11)]
 
 
 def counted(sketch, shape, input_grad=True, weight_grad=True):

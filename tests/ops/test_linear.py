@@ -285,6 +285,33 @@ def test_no_gradient_wanted_is_f_linear(variant):
 # --- cost ---
 
 
+def backward_flops(sketch, B, n, d):
+    x, weight = torch.randn(B, d, requires_grad=True), torch.randn(n, d, requires_grad=True)
+    y = F.linear(x, weight) if sketch is None else sp.sketched_linear(x, weight, None, sketch)
+    G = torch.randn_like(y)
+    with FlopCounterMode(display=False) as counter:
+        y.backward(G)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.25, 7])
+def test_products_are_as_small_as_the_budget_says(budget):
+    B, n, d = 64, 40, 48
+    assert backward_flops(None, B, n, d) == 4 * B * n * d
+    for method in (sp.ColumnMask, sp.L1, sp.L2, sp.Variance, sp.Diagonal, sp.SampleMask):
+        sketch = method(budget)
+        flops = backward_flops(sketch, B, n, d)
+        assert flops == sketch.cost(Size(B, n, d)).products
+        assert flops < 0.3 * 4 * B * n * d
+    for method in SPECTRAL:
+        # The products with W and X are thin; making the basis costs what its cost says.
+        sketch = method(budget)
+        r = sketch.rank_of(B, n, d)
+        thin = 4 * r * d * (B + n) + 2 * r * B * n
+        planned = backward_flops(sketch, B, n, d) - thin
+        assert planned <= sketch.cost(Size(B, n, d)).scoring_products
+
+
 def test_products_of_a_stack_are_reduced_too():
     weight = torch.randn(3, 40, 48, requires_grad=True)
     x = torch.randn(3, 64, 48, requires_grad=True)

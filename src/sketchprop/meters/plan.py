@@ -142,27 +142,34 @@ def plan(
         run = partial(torch.autograd.grad, value, parameters, allow_unused=True, retain_graph=True)
         with no_gradient_hooks(parameters):
             backward = median(in_turns([run], rounds, value.device)[0])
+        device = value.device
         del value, run
-        uses = [use for use in uses if use.exact_flops]
+        uses = [use for use in uses if any(product.sides for product in use.products)]
         if not uses:
             raise ValueError("no layer that can be sketched takes part in this backward pass")
         times: dict[object, Times] = {}
         lines = tuple(
-            _line([use for use in uses if use.name == name], sketch, reasons[name], rounds, times)
+            _line([u for u in uses if u.name == name], sketch, reasons[name], rounds, times, device)
             for name in dict.fromkeys(use.name for use in uses)
         )
     return PlanReport(sketch, backward, lines)
 
 
 def _line(
-    uses: list[Use], sketch: AnySketch, reason: str, rounds: int, known: dict[object, Times]
+    uses: list[Use],
+    sketch: AnySketch,
+    reason: str,
+    rounds: int,
+    known: dict[object, Times],
+    device: torch.device,
 ) -> LayerPlan:
-    """``reason``: why ``sketch_`` does not take it, empty if it does; ``known``: times so far."""
+    """``reason``: why ``sketch_`` does not take it, empty if it does; ``known``: times so far;
+    ``device``: that of the loss, for what has no weight."""
     use = uses[0]
     able = reason in ("", NOT_TAKEN)
     key = (type(use.layer), use.products, _signature(use), able)
     if key not in known:
-        device = next(use.layer.parameters()).device
+        device = next((p.device for p in use.layer.parameters()), device)
         # What the sketch cannot take is compared with itself.
         actions = [_backward(use, s, device) for s in (None, sketch if able else None)]
         known[key] = compare(*in_turns(actions, rounds, device))

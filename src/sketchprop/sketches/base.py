@@ -75,15 +75,17 @@ class Sketch(ABC):
             return self.budget * atoms
         return max(1, round(self.budget * atoms))
 
+    def rank_of(self, B: int, n: int, d: int) -> float | int:
+        """How many of the atoms of ``G: [B, n]`` are kept."""
+        return self.rank(self.atom_count(B, n, d))
+
     def keeps_all(self, B: int, n: int, d: int) -> bool:
         """Whether nothing would be dropped: then the exact products are the ones to compute."""
-        atoms = self.atom_count(B, n, d)
-        return self.rank(atoms) >= atoms
+        return self.rank_of(B, n, d) >= self.atom_count(B, n, d)
 
     def kept(self, B: int, n: int, d: int) -> float:
         """The share of the atoms that a draw keeps."""
-        atoms = self.atom_count(B, n, d)
-        return self.rank(atoms) / max(1, atoms)
+        return self.rank_of(B, n, d) / max(1, self.atom_count(B, n, d))
 
     def saved_share(self, B: int) -> float:
         """The share of X's rows that dW keeps in memory until backward."""
