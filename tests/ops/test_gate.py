@@ -11,7 +11,7 @@ import sketchprop as sp
 from law_table import METHODS
 from sketchprop.core.enumeration import expectation
 from sketchprop.ops.gate import unfit
-from sketchprop.sketches import Every, Fresh
+from sketchprop.sketches import Every
 
 SHAPE = (3, 4, 5, 3)
 FITTING = [method for method in METHODS if not unfit(method(2))]
@@ -46,7 +46,7 @@ def test_the_mean_is_the_gradient(sketch, dim):
 
 
 @every_dim
-@pytest.mark.parametrize("planner", [Every(3, rows=0.5), Fresh(rows=0.5)], ids=repr)
+@pytest.mark.parametrize("planner", [Every(3, rows=0.5)], ids=repr)
 @pytest.mark.parametrize("method", [sp.L1, sp.Diagonal, sp.GradientSVD])
 def test_so_it_is_with_atoms_of_an_earlier_gradient(method, planner, dim):
     G = gradient()
