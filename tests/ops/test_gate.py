@@ -19,7 +19,6 @@ SKETCHES = [
     *(method(2) for method in FITTING),
     *(method(0.5, sampling="independent") for method in FITTING),
     sp.Rows(2, unit="sample"),
-    sp.Rows(0.5, then=sp.L1(0.5)),
 ]
 every_dim = pytest.mark.parametrize("dim", [-1, 0, 1, 2])
 every_sketch = pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
