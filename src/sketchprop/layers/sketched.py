@@ -24,6 +24,7 @@ from torch.utils.module_tracker import ModuleTracker
 from ..core.cost import Cost, Size
 from ..ops import sketched_linear
 from ..sketches import LayerSketch, Planner
+from ..sketches.split import drawn_in_forward
 
 
 @dataclass(eq=False)
@@ -94,9 +95,10 @@ class SketchedModule:
         return self.sketching.sketch
 
     def is_sketching(self) -> bool:
-        """Whether a forward pass now records a sketched backward."""
+        """Whether a forward pass now records a sketched backward, or has to draw its rows."""
         state = self.sketching
-        return self.training and not (state.exact or state.idle) and torch.is_grad_enabled()
+        on = self.training and not (state.exact or state.idle)
+        return on and (torch.is_grad_enabled() or drawn_in_forward(state.sketch) is not None)
 
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
