@@ -57,7 +57,7 @@ def main() -> None:
 
 def _kind(args: argparse.Namespace) -> str:
     """Compiled models are lines beside others; on kept tokens they are a table of their own."""
-    words_of = ("compile", "profile") if args.command == "tokens" else ()
+    words_of = ("compile", "profile", "proof") if args.command == "tokens" else ()
     return "".join(f"-{word}" for word in words_of if getattr(args, word))
 
 
@@ -108,7 +108,7 @@ def _linear(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
 def _tokens(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
     names = _named(tokens.MODELS, args.only)
     if not args.profile:
-        run = tokens.compiled if args.compile else tokens.tokens
+        run = tokens.compiled if args.compile else tokens.proofs if args.proof else tokens.tokens
         return list(run(names, args.seconds)), {}
     found = profile.profiles(names, args.steps)
     _show_rows("Shares of the exact step, by operation", found, PROFILE)
@@ -192,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     how = kept.add_mutually_exclusive_group()
     how.add_argument("--compile", action="store_true", help="compiled steps instead")
     how.add_argument("--profile", action="store_true", help="what is left above the floor instead")
+    how.add_argument("--proof", action="store_true", help="what proving the blocks costs instead")
     kept.add_argument("--steps", type=int, default=3, help="of a profile")
     most = commands.add_parser("peak", parents=[common], help="peak memory and largest batch")
     most.add_argument("--only", default="", help="models whose name contains this")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
+from sketchprop.layers.blocks import SketchedBlock
 from sketchprop.zoo import ViT
 
 from .results import Line
@@ -91,6 +92,8 @@ CHECKPOINTED = {
 }
 """Where the memory of checkpointing is compared: the target of ``save="input"`` over it."""
 SAVING = Budgets(0.2, 0.2, 0.2)
+PROVED = 4.0
+"""A first step may cost three more: 3 % of a hundred."""
 
 
 def tokens(names: list[str], seconds: float) -> Iterator[Line]:
@@ -131,6 +134,19 @@ def compiled(names: list[str], seconds: float) -> Iterator[Line]:
             )
 
 
+def proofs(names: list[str], seconds: float) -> Iterator[Line]:
+    """A first step, which proves every block, over a later one: what it costs, in steps."""
+    for name in names:
+        budgets = next(iter(TARGETS[name]))
+        work = {
+            "later": step(name, budgets.sketch()),
+            "first": step(name, budgets.sketch(), proves=True),
+        }
+        ratio = interleave(work, seconds=2 * seconds)["first"]
+        method = f"kept tokens {budgets}, first step over a later one"
+        yield Line(name, method, budgets.rows, ratio, None, PROVED)
+
+
 def _against_checkpoints(name: str, seconds: float) -> Line:
     work = {
         "checkpointed": step(name, checkpointed=True),
@@ -147,14 +163,18 @@ def step(
     *,
     compiled: bool = False,
     checkpointed: bool = False,
+    proves: bool = False,
 ) -> Step:
-    """A closure that runs one training step of one of ``MODELS``."""
+    """A closure that runs one training step of one of ``MODELS``; ``proves``: as if the first."""
     model, inputs = prepared(name, sketch, checkpointed=checkpointed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     labels = torch.randint(0, 10, (inputs.shape[0],))
     call: Callable[..., Any] = torch.compile(model) if compiled else model
 
     def once() -> None:
+        for module in model.modules() if proves else ():
+            if isinstance(module, SketchedBlock):
+                module.sketching.proof = None
         optimizer.zero_grad()
         loss_of(call(inputs), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()

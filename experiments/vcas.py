@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import sketchprop as sp
-from sketchprop.core.compact import KeptRows, OfRows, RowAtoms, TwoSided, Whole, take_rows
+from sketchprop.core.compact import KeptRows, RowAtoms, TwoSided, Whole, take_rows
 from sketchprop.core.cost import Cost, Size
 from sketchprop.core.random import seed_generators
 from sketchprop.core.sampling import Uniforms, draw_uniforms
@@ -44,8 +44,10 @@ class _Samples(RowAtoms):
         assert isinstance(first, KeptRows)
         assert vjp.X is not None
         kept = Vjp(first.values, vjp.W, take_rows(vjp.X, first.index))
-        inner = self.by_row(kept, uniforms)
-        return TwoSided(first, OfRows(first.index, inner, first.B), Whole(vjp.G))
+        second = self.by_row(kept, uniforms)
+        assert isinstance(second, KeptRows)
+        index = first.index.take_along_dim(second.index, -1)
+        return TwoSided(first, KeptRows(index, second.values, first.B), Whole(vjp.G))
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,8 +1,8 @@
 """Every public sketch, once: what the law tests run over.
 
 A new method is listed in ``METHODS``; its variants (``root``, both samplings, ``paper``, planners)
-are read off its fields, and every law is then asked of each of them. Those whose options are
-sketches themselves are written out: ``Rows(then=...)`` and ``Split``.
+are read off its fields, and every law is then asked of each of them. Pairs are
+written out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sketchprop.core.enumeration import expectation
 from sketchprop.core.sampling import Atoms, Uniforms, draw_uniforms
 from sketchprop.core.vjp import CompactGradient, Vjp
 from sketchprop.meters.unbiased import Case, cases
-from sketchprop.sketches import Every, ForwardRows, Fresh, Planner
+from sketchprop.sketches import Every, ForwardRows, Planner
 
 METHODS: tuple[type[sp.Sketch], ...] = (
     sp.ColumnMask,
@@ -39,7 +39,7 @@ CHOICES: dict[type[sp.Sketch], dict[str, tuple[Any, ...]]] = {
     sp.Rows: {"by": ("gradient", "gradient_input", "uniform")},
     ForwardRows: {"by": ("input", "uniform")},
 }
-PLANNERS: tuple[Planner, ...] = (Fresh(rows=0.5), Every(4), Every(4, rows=0.5))
+PLANNERS: tuple[Planner, ...] = (Every(1, rows=0.5), Every(4), Every(4, rows=0.5))
 
 BUDGETS: tuple[float | int, ...] = (0.1, 0.3, 0.5, 1, 1.0)
 GRADIENTS = ("dX", "dW", "db")
@@ -76,10 +76,6 @@ class Variant:
     @property
     def is_pair(self) -> bool:
         return isinstance(self.example, sp.Split)
-
-    @property
-    def is_nested(self) -> bool:
-        return getattr(self.example, "then", None) is not None
 
     def new_planner(self) -> Planner | None:
         return None if self.planner is None else self.planner.anew()
@@ -130,20 +126,6 @@ def _variant(
     return Variant(name, lambda budget: method(budget, **options), planner)
 
 
-NESTED = (
-    Variant("Rows-then-L1", lambda b: sp.Rows(b, then=sp.L1(b))),
-    Variant("Rows-then-Diagonal", lambda b: sp.Rows(b, then=sp.Diagonal(b))),
-    Variant(
-        "Rows-coins-then-L2",
-        lambda b: sp.Rows(b, sampling="independent", by="uniform", then=sp.L2(b)),
-    ),
-    Variant(
-        "Rows-gradient_input-then-coins",
-        lambda b: sp.Rows(b, by="gradient_input", then=sp.L1(b, sampling="independent")),
-    ),
-)
-"""A sketch of a sketch: the second draw sees what the first has kept."""
-
 SAMPLES = (Variant("Rows-sample", lambda b: sp.Rows(b, unit="sample")),)
 
 PAIRS = (
@@ -166,15 +148,15 @@ PAIRS = (
 )
 """One sketch for dX, another for dW."""
 
-SKETCHES = (*_variants(paper=False), *SAMPLES, *NESTED, *PAIRS)
+SKETCHES = (*_variants(paper=False), *SAMPLES, *PAIRS)
 """All unbiased variants of all methods."""
 
 PAPER = tuple(_variants(paper=True))
 """The literal formulas of the paper that are biased."""
 
 SINGLE = tuple(v for v in SKETCHES if not v.is_pair)
-FIXED = tuple(v for v in SKETCHES if v.sampling == "fixed" and v.name != NESTED[3].name)
-INDEPENDENT = tuple(v for v in SINGLE if v.sampling == "independent" and not v.is_nested)
+FIXED = tuple(v for v in SKETCHES if v.sampling == "fixed")
+INDEPENDENT = tuple(v for v in SINGLE if v.sampling == "independent")
 ATOMS = tuple(v for v in SINGLE if v.method not in (sp.ElementMask, ForwardRows))
 """Those whose estimate is a Ĝ: an element mask has none, rows of X have none for dX."""
 GATED = tuple(v for v in ATOMS if v.planner is None and "X" not in v.example.sees)

@@ -98,6 +98,13 @@ def blocks(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, SketchedBlock)]
 
 
+def wide() -> nn.Sequential:
+    """Two sketched layers and an exact one, with the same weights each time."""
+    torch.manual_seed(3)
+    layers = [nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)]
+    return sp.sketch_(nn.Sequential(*layers), sp.Rows(0.5))
+
+
 class BudgetClock:
     """Each reading is later by 4 and by 4 times the mean budget: no test depends on real time."""
 

@@ -63,7 +63,7 @@ def _rounded(curve: Sequence[Moment]) -> list[list[float]]:
 def stored(line: Mapping[str, Any]) -> Trial:
     """The trial of a stored line."""
     ways = (
-        Way(name, "", tuple(tuple(Moment(*m) for m in curve) for curve in curves))
+        Way(name, tuple(tuple(Moment(*m) for m in curve) for curve in curves))
         for name, curves in line["curves"].items()
     )
     return Trial(tuple(ways), 0, 0, 60 * line["minutes"])

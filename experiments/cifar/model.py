@@ -128,8 +128,7 @@ def layer_ranks(cell: CifarCell) -> list[float]:
     shapes = layer_shapes(cell).values()
     if sketch is None:
         return [float(shape.n) for shape in shapes]
-    counts = [sketch.atom_count(shape.B, shape.n, shape.d) for shape in shapes]
-    return [round(float(sketch.rank(count)), 4) for count in counts]
+    return [round(float(sketch.rank_of(shape.B, shape.n, shape.d)), 4) for shape in shapes]
 
 
 def run_seconds(cell: CifarCell, slower: float) -> float:

@@ -288,7 +288,7 @@ def layer_ranks(cell: MnistCell) -> list[float]:
     shapes = list(zip(cell.widths[1:], cell.widths[:-1], strict=True))
     B = cell.batch_size
     return [
-        round(float(sketch.rank(sketch.atom_count(B, n, d))), 4)
+        round(float(sketch.rank_of(B, n, d)), 4)
         for sketch, (n, d) in zip(layer_sketches(cell), shapes, strict=True)
     ]
 

@@ -11,7 +11,7 @@ whose cost is a fraction.
 What one does: sketch_, unsketch_, exact, set_budget_, summary, validate; select has filters.
 What one draws: Tokens for the blocks of a transformer, Rows and the paper's methods for layers.
 What one asks: advise, trial, plan, measure, check_unbiased; Tuner asks while a model trains.
-What one builds with: branch, kept_attention, sketched_linear, gate, sketchable.
+What one builds with: branch, kept_attention, sketched_linear, gate, Gate, sketchable.
 
 All else is imported from its module: planners and kinds of sketches from sketchprop.sketches, what
 a sketch sees from sketchprop.core.vjp, layers from sketchprop.layers.
@@ -25,7 +25,7 @@ with _warnings.catch_warnings():
     import torch as _torch  # noqa: F401
 
 from ._version import __version__ as __version__
-from .layers import select, sketchable
+from .layers import Gate, select, sketchable
 from .layers.branch import branch
 from .layers.schedule import set_budget_
 from .layers.summary import summary
@@ -60,5 +60,5 @@ __all__ = [  # noqa: RUF022 - by groups, in the order in which help() shows them
     # what one asks
     "advise", "trial", "plan", "measure", "check_unbiased", "Tuner",
     # what one builds with
-    "branch", "kept_attention", "sketched_linear", "gate", "sketchable",
+    "branch", "kept_attention", "sketched_linear", "gate", "Gate", "sketchable",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 import math
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -95,16 +95,6 @@ def test_all_but_one_of_a_hundred_thousand(dtype):
     assert len(left_out) > 15  # p < 1: no atom is sure, each is left out in its turn
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_fewer_positive_weights_than_the_rank(dtype):
-    w = torch.tensor([0.0, 2.0, 0.0, 0.0, 1e-20, 0.0], dtype=dtype)
-    p = optimal_probabilities(w, 4)
-    for u in (0.0, 0.3, 0.7, LAST):
-        index = sample_fixed(p, torch.tensor(u, dtype=torch.float64), 4)
-        assert {1, 4} <= set(index.tolist())
-        assert len(set(index.tolist())) == 4
-
-
 def inclusion_frequencies(p, rank):
     """P(i is kept), exactly: the measure of the u that keep i, over the pieces of [0, 1)."""
     sums = [Fraction(0)]
@@ -138,25 +128,18 @@ def test_agrees_with_the_papers_algorithm(values, u, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_uniforms_and_probabilities_broadcast(dtype):
-    p = optimal_probabilities(torch.rand(3, 9, dtype=dtype), 4)
-    u = torch.rand(3, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("sets", "draws"), [((3,), (3,)), ((), (50,)), ((3,), ()), ((3,), (5, 3))], ids=str
+)
+def test_uniforms_and_probabilities_broadcast(sets, draws, dtype):
+    p = optimal_probabilities(torch.rand(*sets, 9, dtype=dtype), 4)
+    u = torch.rand(draws, dtype=torch.float64)
     index = sample_fixed(p, u, 4)
-    assert index.shape == (3, 4)
-    for i in range(3):
-        assert torch.equal(index[i], sample_fixed(p[i], u[i], 4))
-    many = torch.rand(50, dtype=torch.float64)
-    index = sample_fixed(p[0], many, 4)  # one set of probabilities, many draws
-    assert index.shape == (50, 4)
-    for i in range(50):
-        assert torch.equal(index[i], sample_fixed(p[0], many[i], 4))
-    index = sample_fixed(p, u[0], 4)  # one draw for several sets
-    for i in range(3):
-        assert torch.equal(index[i], sample_fixed(p[i], u[0], 4))
-    grid = torch.rand(5, 3, dtype=torch.float64)
-    index = sample_fixed(p, grid, 4)
-    assert index.shape == (5, 3, 4)
-    assert torch.equal(index[4, 2], sample_fixed(p[2], grid[4, 2], 4))
+    shape = torch.broadcast_shapes(sets, draws)
+    assert index.shape == (*shape, 4)
+    p, u = p.expand(*shape, 9), u.expand(shape)
+    for place in product(*map(range, shape)):
+        assert torch.equal(index[place], sample_fixed(p[place], u[place], 4))
 
 
 @pytest.mark.parametrize("rank", [1, 3])

@@ -16,7 +16,6 @@ SKETCHES = (
     sp.SampleMask(0.25),
     sp.Rows(0.25),
     sp.Rows(0.5, unit="sample"),
-    sp.Rows(0.5, then=sp.L1(0.5)),
     sp.GradientSVD(0.25),
 )
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

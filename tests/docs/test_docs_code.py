@@ -45,12 +45,6 @@ def test_no_block_is_left_out():
     assert not [b.where for p in pages() for b in blocks(p) if b.not_run]
 
 
-def test_a_changed_output_is_noticed():
-    shown = "sketch  kept\n------  -----\nL1(0.1)  0.100"
-    assert without_numbers(shown) == without_numbers("sketch kept\n---- ----\nL1(0.3) 0.25")
-    assert without_numbers(shown) != without_numbers(shown.replace("L1", "L2"))
-
-
 class _ParsedError(Exception):
     """Raised in place of running a command whose arguments were understood."""
 
@@ -122,11 +116,6 @@ def test_a_command_can_be_typed_as_shown(command, parse_only):
                 parse_sketches([text])
             except UsageError as error:
                 pytest.fail(f"{command}: {error}")
-
-
-def test_a_wrong_command_is_noticed(parse_only):
-    with pytest.raises(SystemExit):
-        parse_only("sketchprop measure --no-such-option")
 
 
 def test_make_targets_exist():

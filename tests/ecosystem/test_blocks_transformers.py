@@ -290,6 +290,7 @@ def test_bfloat16_by_autocast_and_in_the_weights(name: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         value = loss(model, batch)
     value.backward()
+    assert not any(block.sketching.proof for block in blocks(model))
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
     half = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
     plain = model_of(name, 0.1).bfloat16()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sketchprop as sp
-from sketchprop.integrations.lightning import SketchCallback, added_variance
+from sketchprop.integrations.lightning import SketchCallback
 from sketchprop.layers import SketchedLinear
 from sketchprop.layers.schedule import Ladder
 from stack_helpers import BudgetClock, batch, equal, net
@@ -121,26 +121,17 @@ def test_the_ladder_counts_optimizer_steps(tmp_path: Path) -> None:
     assert model.budgets == [1.0, 1.0, 1.0, 8, 8, 8, 0.25, 0.25, 0.25]
 
 
-def test_logs_hold_budget_kept_flops_and_metrics(tmp_path: Path) -> None:
-    loss = lambda model, data: F.cross_entropy(model.net(data[0]), data[1])  # noqa: E731
-    metrics = added_variance(loss, [batch(8, seed) for seed in (1, 2)], draws=2)
-    schedule = Ladder({0: 1.0, 7: 0.25})
-    measured, unmeasured = module(), module()
-    loud = SketchCallback(sp.L1(0.25), schedule=schedule, metrics=metrics, log_every=3, rows=8)
+def test_logs_hold_budget_and_kept_flops(tmp_path: Path) -> None:
+    callback = SketchCallback(sp.L1(0.25), schedule=Ladder({0: 1.0, 7: 0.25}), rows=8)
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    trainer = fit(measured, tmp_path, [loud], logger=logger)
+    trainer = fit(module(), tmp_path, [callback], logger=logger, log_every_n_steps=3)
     logger.save()
     logged = _read(logger)
     assert [float(m["sketch_budget"]) for m in logged] == [1.0, 1.0, 0.25, 0.25]
     assert [int(m["step"]) for m in logged] == [2, 5, 8, 11]  # Lightning counts from 0
     assert float(logged[0]["sketch_kept_flops"]) == 1.0
     assert 0.25 < float(logged[-1]["sketch_kept_flops"]) < 0.9
-    assert float(logged[0]["sketch_added_variance"]) == 0.0
-    assert float(logged[-1]["sketch_added_variance"]) > 0.0
     assert float(trainer.callback_metrics["sketch_budget"]) == 0.25
-    # Measuring leaves the run alone.
-    fit(unmeasured, tmp_path, [SketchCallback(sp.L1(0.25), schedule=schedule)])
-    assert equal(parameters(measured), parameters(unmeasured))
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -166,13 +157,6 @@ def _read(logger: CSVLogger, name: str = "sketch_budget") -> list[dict[str, str]
     return [row for row in rows if row.get(name)]
 
 
-def test_unsketch_gives_the_classes_back(tmp_path: Path) -> None:
-    model = module()
-    fit(model, tmp_path, [SketchCallback(sp.L1(0.3), unsketch=True)], max_epochs=1)
-    assert model.budgets == [0.3] * 3
-    assert [type(m) for m in model.net] == [type(m) for m in net()]
-
-
 def test_a_tuner_moves_budgets_and_resumes_bitwise(tmp_path: Path) -> None:
     def callbacks() -> list[Any]:
         loss = lambda model, data: F.cross_entropy(model.net(data[0]), data[1])  # noqa: E731
@@ -183,13 +167,13 @@ def test_a_tuner_moves_budgets_and_resumes_bitwise(tmp_path: Path) -> None:
             return sp.Tuner(model, loss, optimizer=optimizer, **options)
 
         return [
-            SketchCallback(sp.Rows(0.5), tuner=tuner, log_every=1),
+            SketchCallback(sp.Rows(0.5), tuner=tuner),
             ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1),
         ]
 
     whole, resumed = module(), module()
     first, second = callbacks(), callbacks()
-    trainer = fit(whole, tmp_path, first, max_epochs=12)
+    trainer = fit(whole, tmp_path, first, max_epochs=12, log_every_n_steps=1)
     assert first[0].tuner.steps == 12 * 3
     assert len(set(whole.budgets)) > 1
     assert float(trainer.callback_metrics["sketch_change"]) <= 1.0

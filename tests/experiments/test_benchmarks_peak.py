@@ -33,14 +33,3 @@ def test_checkpointing_needs_less_memory_in_a_fresh_process():
     pytest.importorskip("resource")
     exact, less = (peak.in_fresh_process("ViT 96 × 4", m, 32) for m in ("exact", "checkpointing"))
     assert 5e6 < less < 0.8 * exact
-
-
-def test_the_page_shows_what_was_stored():
-    row = {"model": "m", "method": "exact", "batch": 8, "peak MB": 1.25, "of exact": 1.0,
-           "largest batch": 8, "times": 1.0}  # fmt: skip
-    shares = [{"model": "m", "linear inputs": 0.2, "all saved": 0.7}]
-    machine = {"cpu": "c", "torch": "t"}
-    content = {"command": "python -m benchmarks peak", "machine": machine, "rows": [row]}
-    page = peak.page({**content, "shares": shares})
-    assert "| m | exact | 8 | 1.2 | 1.00 | 8 | 1.00 |" in page
-    assert "| m | **0.200** | 0.11 | 0.700 |" in page

@@ -1,25 +1,20 @@
 """Data sets: found, checked, refused with a clear word; and a pickle must not run anything."""
 
-import errno
 import gzip
 import hashlib
 import http.client
 import io
 import os
 import pickle
-import subprocess
-import sys
 import tarfile
 import urllib.error
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
 from experiments.data import DataError, cifar, cifar10, digits, files, mnist, normalised
-from experiments.lab.store import write_file
 
 NAMES = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
 
@@ -37,16 +32,15 @@ def short(text):
     return b"U" + bytes([len(text)]) + text
 
 
-def batch(count, first=0, code=b"u1", width=3072, labels=None):
+def batch(count, first=0, code=b"u1", width=3072):
     """A batch as Python 2's cPickle wrote it: protocol 2, str as bytes, numpy's old names."""
-    numbers = range(first, first + count) if labels is None else labels
     pixels = bytes((first + i // 1024) % 256 for i in range(count * width))
     array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + short(b"b")
     array += b"\x87R(K\x01M" + count.to_bytes(2, "little") + b"M" + width.to_bytes(2, "little")
     array += b"\x86cnumpy\ndtype\n" + short(code) + b"K\x00K\x01\x87R(K\x03" + short(b"|")
     array += b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T"
     array += len(pixels).to_bytes(4, "little") + pixels + b"tb"
-    listed = b"](" + b"".join(b"K" + bytes([n % 10]) for n in numbers) + b"e"
+    listed = b"](" + b"".join(b"K" + bytes([n % 10]) for n in range(first, first + count)) + b"e"
     return b"\x80\x02}(" + short(b"labels") + listed + short(b"data") + array + b"u."
 
 
@@ -259,40 +253,11 @@ def test_files_may_lie_in_a_wheel_and_are_checked_there_too(root):
         (idx((2, 3), bytes(5)), "needs 6 bytes of data and has 5"),
         (b"GIF89a", "not an IDX file"),
         (b"\0\0\x08\x03\0\0", "cut or damaged"),  # within its sizes
-        (idx((0, 28, 28), b""), "cut or damaged"),
-        (idx((1,) * 70, b"a"), "cut or damaged"),
     ],
 )
 def test_idx_files_without_pictures_are_refused(content, told):
     with pytest.raises(DataError, match=told):
         digits.parse_idx(content)
-
-
-def test_two_writers_of_one_cache_never_show_half_a_file(tmp_path):
-    path, size = tmp_path / "file", 1 << 16
-    letters, seen = (b"a", b"b", b"c", b"d"), set()
-
-    def write(letter):
-        for _ in range(10):
-            write_file(path, letter * size)
-            seen.add(path.read_bytes())
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(write, letters))
-    assert seen <= {letter * size for letter in letters}
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_file_without_access_is_named_and_one_that_went_counts_as_missing(root, monkeypatch):
-    monkeypatch.setattr(files.Path, "is_file", lambda self: True)
-    assert files.read(root / "gone") is None
-
-    def refuse(self):
-        raise PermissionError(errno.EACCES, "Permission denied", str(self))
-
-    monkeypatch.setattr(files.Path, "read_bytes", refuse)
-    with pytest.raises(DataError, match=r"mnist.*Permission denied.*SKETCHPROP_DATA="):
-        mnist(download=False)
 
 
 class Command:
@@ -308,9 +273,6 @@ class Command:
 ATTACKS = {
     "os.system": lambda path: pickle.dumps({"data": Command(os.system, f"touch {path}")}, 2),
     "os.system, protocol 4": lambda path: pickle.dumps(Command(os.system, f"touch {path}"), 4),
-    "os.system, protocol 0": lambda path: pickle.dumps(Command(os.system, f"touch {path}"), 0),
-    "eval": lambda path: pickle.dumps(Command(eval, f"open({str(path)!r}, 'w')"), 2),
-    "subprocess": lambda path: pickle.dumps(Command(subprocess.call, ["touch", str(path)]), 2),
     "instance": lambda path: b"(S'touch " + str(path).encode() + b"'\nios\nsystem\n.",
     "numpy's own loader": lambda path: b"cnumpy\nload\nS'" + str(path).encode() + b"'\n\x85R.",
 }
@@ -333,51 +295,22 @@ def test_a_pickle_that_runs_code_is_refused_and_nothing_runs(
         assert proof.exists()
 
 
-RECONSTRUCT = b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n"
-EMPTY_ARRAY = RECONSTRUCT + b"cnumpy\nndarray\nK\x00\x85U\x01b\x87R"
-
-
 @pytest.mark.parametrize(
     ("content", "told"),
     [
         (batch(3)[:-2000], "not a batch"),
-        (b"<html>moved</html>", "not a batch"),
-        (pickle.dumps([1, 2], 2), "lacks b'data'"),
         (pickle.dumps({"data": 1, "labels": [1]}, 2), "lacks b'data'"),
         (batch(3, code=b"f4"), "not rows of bytes"),
         (batch(3, width=3000), "need pictures of shape"),
-        (batch(3, labels=[1, 2]), "need pictures of shape"),
-        (b"\x80\x02cnumpy\nndarray\n}b.", "not a batch"),
         (b"\x80\x02\x8c\x01aQ.", "outside object"),
-        # An array that was never filled.
-        (b"\x80\x02}(U\x06labels](K\x01eU\x04data" + EMPTY_ARRAY[2:] + b"u.", "AttributeError"),
         # 2³⁰ places for one value: 16 GB if it were done.
         (b"\x80\x02]r\x00\x00\x00\x40.", "stored at place 1073741824"),
-        # Attributes of the function that makes arrays.
-        (RECONSTRUCT + b"N}U\x0c__defaults__)s\x86b.", "not a batch"),
     ],
 )
 def test_what_is_no_batch_is_refused(content, told):
     with pytest.raises(DataError, match=told):
         cifar.parse_batch(content)
     assert len(cifar.parse_batch(batch(3)).labels) == 3
-
-
-def test_the_stand_in_is_what_numpy_builds(tmp_path):
-    """Read by Python's unpickler with numpy, and by ours without: the same bytes."""
-    pytest.importorskip("numpy")
-    content = batch(4, first=7)
-    theirs, ours = pickle.loads(content, encoding="bytes"), cifar.parse_batch(content)
-    assert torch.equal(ours.images.flatten(1), torch.from_numpy(theirs[b"data"]))
-    assert ours.labels.tolist() == theirs[b"labels"]
-    (tmp_path / "batch").write_bytes(content)
-    code = (
-        "import sys; sys.modules['numpy'] = None\n"
-        "from experiments.data import cifar\n"
-        "found = cifar.parse_batch(open(sys.argv[1], 'rb').read())\n"
-        "assert found.images.shape == (4, 3, 32, 32)"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code, tmp_path / "batch"], check=True)
 
 
 def test_the_real_digits_and_pictures():

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiment_helpers import changed
-from test_experiments_training import pictures
+from experiment_helpers import changed, pictures, without
 from torch import nn
 
 import sketchprop as sp
@@ -23,11 +22,10 @@ from experiments.cifar.study import STUDIES
 from experiments.lab import ExperimentError
 from experiments.lab.selection import PointResult, SeedResult
 from experiments.lab.store import DATABASE, read_rows
-from experiments.lab.sweep import Point, Run, planned_runs
+from experiments.lab.sweep import Point, planned_runs
 from experiments.methods import METHODS
 from sketchprop.core.vjp import Vjp
 from sketchprop.layers import SketchedModule
-from sketchprop.zoo import ViT
 
 ROOT = Path(cifar.__file__).parents[2]
 VIT, BAGNET = STUDIES["vit"], STUDIES["bagnet17"]
@@ -69,20 +67,6 @@ def test_the_layers_of_bagnet_that_are_sketched():
     shapes = cifar.layer_shapes(cell)
     assert shapes["stages.0.0.conv1"].B == 16 * 30 * 30
     assert shapes["stages.3.0.conv2"].n == 32
-
-
-@pytest.mark.parametrize("model", STUDIES)
-@pytest.mark.parametrize("name", sorted(SERIES | {"exact"}))
-def test_every_method_takes_the_layers_it_is_given(model, name, small_data):
-    cell = cell_of(model, name, epochs=1)
-    made = cifar.sketch_model(cifar.model_of(cell), cell)
-    taken = {n for n, m in made.named_modules() if isinstance(m, SketchedModule)}
-    expected = {"exact": set(), "control-samples": {"head"}}
-    assert taken == expected.get(name, set(cifar.layer_shapes(cell_of(model))))
-    found = cifar.train_run(Run(cell, 0, 0))
-    assert found["diverged_epoch"] == 0
-    assert found["flops_step"] > 0
-    assert found["parameters"] == sum(p.numel() for p in made.parameters())
 
 
 def test_the_sample_control_is_a_smaller_minibatch():
@@ -139,12 +123,8 @@ def test_presets(study):
         ("model = 'resnet'", "model = 'resnet'; use bagnet17 or vit"),
         ("optimizer = 'adam'", "optimizer = 'adam'; use adamw or sgd"),
         ("size = 'width=8'", "vit has no width; use patch, dim"),
-        ("size = 'dim'", "write names and numbers"),
         ("size = 'dim=big'", "write names and numbers"),
-        ("size = 'dim=3-4'", "dim takes 1 numbers"),
         ("model = 'bagnet17'\nsize = 'blocks=1-1'", "blocks takes 4 numbers"),
-        ("widths = [3]", "widths is unknown"),
-        ("seeds = []", "seeds is empty"),
     ],
 )
 def test_a_wrong_sweep_is_refused(tmp_path, content, message):
@@ -170,24 +150,6 @@ def test_smoke_makes_the_figure_from_nothing(tmp_path, capsys, model, small_data
     (out / DATABASE).unlink()
     assert main([*command, "--stored"]) == 0
     assert (out / "README.md").read_text() == page
-
-
-def test_a_plan_counts_the_seeds_that_wait_for_a_choice(tmp_path, capsys):
-    sweep = tmp_path / "mine.toml"
-    sweep.write_text(
-        "[protocol]\nlearning_rates = [0, 2]\nseeds = [0, 1, 2]\ntuning_seeds = 1\nbudgets = [0.5]"
-    )
-    said = []
-    for text in (sweep.read_text(), sweep.read_text().replace("tuning_seeds = 1", "")):
-        sweep.write_text(text)
-        assert main(["cifar", "--model", "vit", "--preset", str(sweep), "--plan"]) == 0
-        said.append(capsys.readouterr().out)
-    cells = 1 + len(SERIES)
-    more = f"{2 * cells} runs in {2 * cells} stacks are missing, {2 * cells} more when their"
-    assert said[0].startswith(more)
-    assert said[1].startswith(f"{6 * cells} runs in {6 * cells} stacks are missing: about")
-    hours = [float(text.split("about ")[1].split()[0]) for text in said]
-    assert hours[0] == pytest.approx(hours[1] * 4 / 6, rel=1e-3)
 
 
 def test_the_order_says_who_is_above_whom():
@@ -239,9 +201,10 @@ def test_a_sweep_killed_in_the_middle_of_a_run_goes_on_in_it(tmp_path):
     preset.write_text(TINY)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
 
+    call = ["cifar", "--model", "vit", "--quiet", "--preset", str(preset), "--out"]
+
     def start(out):
-        command = [sys.executable, "-m", "experiments", "cifar", "--model", "vit", "--quiet"]
-        command += ["--preset", str(preset), "--workers", "1", "--out", str(out)]
+        command = [sys.executable, "-m", "experiments", *call, str(out), "--workers", "1"]
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
 
     kept = broken / "checkpoints"
@@ -258,47 +221,17 @@ def test_a_sweep_killed_in_the_middle_of_a_run_goes_on_in_it(tmp_path):
     assert torch.load(saved)["numbers"]["steps"] > 0
     assert read_rows(broken, VIT.schema) == []
     assert start(broken).wait() == 0
-    assert start(whole).wait() == 0
+    assert main([*call, str(whole), "--workers", "0"]) == 0
     assert not kept.exists()
-    times = VIT.schema.times
-    one, two = (
-        [{k: v for k, v in row.items() if k not in times} for row in read_rows(out, VIT.schema)]
-        for out in (whole, broken)
-    )
+    one, two = (without(read_rows(out, VIT.schema), *VIT.schema.times) for out in (whole, broken))
     assert len(one) == 1
     assert one == two
-
-
-def count(model):
-    return sum(p.numel() for p in model.parameters())
-
-
-def seen(model, size):
-    """The rectangle of pixels that one output position depends on, by autograd."""
-    model.eval()
-    x = torch.randn(1, 3, size, size, requires_grad=True)
-    features = model.stages(model.norm(model.conv(model.project(x))).relu())
-    middle = features.shape[-1] // 2
-    features[0, :, middle, middle].sum().backward()
-    touched = x.grad[0].abs().sum(0) > 0
-    return int(touched.any(1).sum()), int(touched.any(0).sum())
 
 
 def test_bagnet_is_the_published_one():
     """Its parameters, and 16 blocks of three convolutions, 4 shortcuts and two in the stem."""
     with torch.device("meta"):
-        assert count(BagNet(classes=1000)) == 16_213_032
-        convolutions = [m for m in BagNet().modules() if isinstance(m, nn.Conv2d)]
-    kernels = [m.kernel_size[0] for m in convolutions]
+        model = BagNet(classes=1000)
+    assert sum(p.numel() for p in model.parameters()) == 16_213_032
+    kernels = [m.kernel_size[0] for m in model.modules() if isinstance(m, nn.Conv2d)]
     assert (kernels.count(1), kernels.count(3), kernels[:2]) == (50, 4, [1, 3])
-    torch.manual_seed(0)
-    assert seen(BagNet(width=8, blocks=(2, 1, 2, 1)), 40) == (17, 17)
-
-
-def test_the_vit_of_the_paper():
-    """Patch 4, dimension 192, MLP 1024, depth 9: weights and biases counted by hand."""
-    with torch.device("meta"):
-        model = ViT(dim=192, depth=9, heads=12, hidden=1024, dropout=0.1)
-    block = 2 * 2 * 192 + (193 * 576) + (193 * 192) + (193 * 1024) + (1025 * 192)
-    assert count(model) == (49 * 192) + 64 * 192 + 9 * block + 2 * 192 + 193 * 10
-    assert [m.p for m in model.blocks[0].modules() if isinstance(m, nn.Dropout)] == [0.1, 0.1]

@@ -6,23 +6,14 @@ import pytest
 import torch
 
 from experiments.__main__ import main
-from experiments.data import VARIABLE
 from experiments.lab.noise import added_noise, exact_gradient, minibatch_noise, noise_batches
 from experiments.lab.problem import Problem
 from experiments.noise import study
-from experiments.noise.study import ALL, Budgets, Plain, Settings, default, sketched_gradients
+from experiments.noise.study import ALL, Budgets, Plain, sketched_gradients
 from experiments.tasks.table import TASKS
 from sketchprop.layers import SketchedModule
 
-
-@pytest.fixture(autouse=True)
-def no_files(tmp_path, monkeypatch):
-    """Made-up data must do."""
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "nothing"))
-    monkeypatch.setenv("SKETCHPROP_CACHE", str(tmp_path / "nothing"))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("no_files")
 
 
 def call(task, folder, *more):
@@ -31,9 +22,8 @@ def call(task, folder, *more):
     )
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_smoke(task, tmp_path, capsys, monkeypatch):
-    assert call(task, tmp_path) == 0
+def test_smoke(tmp_path, capsys, monkeypatch):
+    assert call("yields", tmp_path) == 0
     page = (tmp_path / "README.md").read_text()
     assert "| - |" not in page
 
@@ -42,13 +32,14 @@ def test_smoke(task, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(study, "trajectory", refused)
     monkeypatch.setattr(Problem, "trainer", refused)
-    assert call(task, tmp_path, "--stored") == 0
+    assert call("yields", tmp_path, "--stored") == 0
     assert (tmp_path / "README.md").read_text() == page
     capsys.readouterr()
 
 
 def test_a_killed_run_goes_on_with_what_is_missing(tmp_path, capsys, monkeypatch):
     assert call("vit", tmp_path / "whole") == 0
+    assert "| - |" not in (tmp_path / "whole" / "README.md").read_text()
     measured, plain = [], study._added
 
     def counted(model, problem, noise, point, draws):
@@ -76,9 +67,6 @@ def test_defaults_at_other_budgets_are_measured_alone_when_asked_for(tmp_path, c
     assert call("vit", tmp_path, "--rows", "0.25,0.2") == 0
     stored = json.loads((tmp_path / "results.json").read_text())["noise"]
     assert {key.partition("/")[2] for key in stored} == {"0.25/0.35/0.65", "0.2/0.3/0.6"}
-    page = (tmp_path / "README.md").read_text()
-    assert "| 0.25 | 0.35 | 0.65 |" in page
-    assert "| 0.2 | 0.3 | 0.6 |" in page
     capsys.readouterr()
 
 
@@ -109,8 +97,10 @@ def test_added_noise_is_the_mean_square_over_the_variance_of_batches():
     assert added_noise(noise, draw)["ratio"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("task", ["vit", "yields", "gpt"])
-@pytest.mark.parametrize("point", [Budgets(0.3, 0.4, 0.7), Budgets(ALL, 0.4, ALL), Plain(0.3)])
+@pytest.mark.parametrize(
+    ("task", "point"),
+    [("vit", Budgets(0.3, 0.4, 0.7)), ("yields", Budgets(ALL, 0.4, ALL)), ("gpt", Plain(0.3))],
+)
 def test_drawn_gradients_are_unbiased_and_leave_the_model_exact(task, point):
     problem = TASKS[task].problem(small=True)
     torch.manual_seed(0)
@@ -131,16 +121,3 @@ def test_drawn_gradients_are_unbiased_and_leave_the_model_exact(task, point):
     values = (drawn - wanted) @ direction
     assert abs(float(values.mean())) < 4 * float(values.std()) / 400**0.5
     assert not any(isinstance(module, SketchedModule) for module in model.modules())
-
-
-def test_points_are_measured_once_and_those_that_decide_come_first():
-    settings = Settings()
-    first, rest = settings.rounds
-    points = [*first, *rest]
-    assert len(set(map(str, points))) == len(points)
-    assert first[:3] == [Budgets(0.3, 0.4, 1.0), Budgets(0.3, 0.4, 0.7), Budgets(0.3, 0.4, 0.5)]
-    assert {default(0.3), default(0.2)} == {Budgets(0.3, 0.4, 0.7), Budgets(0.2, 0.3, 0.6)}
-    assert {default(0.3), default(0.2)} <= set(first)
-    assert {single for b in settings.split for single in b.alone} <= set(points)
-    assert set(settings.equal) <= set(points)
-    assert Budgets(ALL, ALL, ALL) not in points

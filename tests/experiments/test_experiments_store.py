@@ -1,7 +1,5 @@
 """The store: whole or not at all, never twice, and clear about what went wrong."""
 
-import errno
-import os
 import subprocess
 import sys
 from functools import partial
@@ -88,20 +86,6 @@ def test_a_full_disk_stores_nothing_of_the_stack_and_the_sweep_can_go_on(tmp_pat
         assert len(store.rows()) == 61
 
 
-def test_a_full_disk_leaves_the_old_table(tmp_path, monkeypatch):
-    write_table([row("a")], tmp_path, SCHEMA)
-    before = (tmp_path / stored.TABLE).read_bytes()
-
-    def full(_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(stored.os, "fsync", full)
-    with pytest.raises(ExperimentError, match="no space left"):
-        write_table([row("a"), row("b")], tmp_path, SCHEMA)
-    assert (tmp_path / stored.TABLE).read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == [stored.TABLE]
-
-
 def test_a_file_that_is_no_database(tmp_path):
     (tmp_path / stored.DATABASE).write_bytes(b"half a file" * 100)
     with pytest.raises(ExperimentError, match=r"cannot be used .*move it away"):
@@ -154,17 +138,3 @@ def test_a_sweep_trains_what_is_missing_widens_and_stops(tmp_path):
         assert run_sweep(partial(missing_jobs, points()), store, engine, 1) == 18
         assert sorted(seen) == [2, 2, 3, 3, 4, 4]  # two stacks each, then one more rate each
         assert run_sweep(partial(missing_jobs, points()), store, engine, 1) == 0
-
-
-def test_an_engine_that_fails_leaves_what_was_done(tmp_path):
-    def engine(jobs, workers):
-        yield jobs[0], [fake(run, 50.0) for run in jobs[0].runs]
-        raise RuntimeError("lost")
-
-    with Store(tmp_path, SCHEMA) as store:
-        with pytest.raises(RuntimeError, match="lost"):
-            run_sweep(partial(missing_jobs, points()), store, engine, 1)
-        assert len(store.rows()) == 4
-        left = [run for job in missing_jobs(points(), store.rows()) for run in job.runs]
-        # of 12; two seeds of the stored stack have equal rates, and so ask for one more
-        assert len(left) == 8 + 2

@@ -9,56 +9,10 @@ from experiments.lab import ExperimentError, claims, sweep
 from experiments.lab.engine import missing_jobs
 from experiments.lab.selection import PointResult, Results, SeedResult
 from experiments.lab.sweep import Point, Run, planned_runs
-from experiments.methods import COLOURS, METHODS, Method, make_sketch
+from experiments.methods import COLOURS, METHODS, make_sketch
 from experiments.mnist.study import CLAIMS, FIGURES, MNIST
 
 Protocol = partial(changed, MNIST.protocol)
-
-# The data files behind each of the paper's figures, as its sources name them.
-PAPER = {
-    "corr_topr_l1_squared": "l1",
-    "topr_l1_squared": "l1-independent",
-    "corr_topr_l1": "l1-root",
-    "corr_topr_l2_squared": "l2",
-    "corr_topr_l2": "l2-root",
-    "corr_topr_var_squared": "var",
-    "corr_topr_var": "var-root",
-    "corr_diag_optimal_sec_mom": "ds",
-    "diag_optimal_sec_mom": "ds-independent",
-    "corr_optimal_sec_mom": "rcs",
-    "optimal_sec_mom": "rcs-independent",
-    "corr_svd_topr_squared": "gsv",
-    "svd_topr_squared": "gsv-independent",
-    "corr_svd_topr": "gsv-root",
-    "ew_sparse_jac": "element",
-    "partial_participation": "sample",
-    "uniform": "column",
-}
-SERIES = {
-    "1a": "topr_l1_squared corr_topr_l1_squared diag_optimal_sec_mom corr_diag_optimal_sec_mom "
-    "svd_topr_squared corr_svd_topr_squared optimal_sec_mom corr_optimal_sec_mom",
-    "1b": "ew_sparse_jac partial_participation uniform corr_optimal_sec_mom "
-    "corr_diag_optimal_sec_mom",
-    "2a": "corr_topr_l1 corr_topr_l1_squared corr_topr_l2 corr_topr_l2_squared corr_topr_var "
-    "corr_topr_var_squared",
-    "2b": "corr_svd_topr corr_optimal_sec_mom corr_diag_optimal_sec_mom corr_topr_l1_squared "
-    "corr_svd_topr_squared",
-    "location-masks": "ew_sparse_jac partial_participation",
-    "location-coordinate": "corr_diag_optimal_sec_mom corr_topr_l1_squared",
-    "location-spectral": "corr_optimal_sec_mom corr_svd_topr_squared",
-}
-CONTROLS = {"control-columns", "control-samples", "exact"}
-
-
-@pytest.mark.parametrize("figure", SERIES)
-def test_figures_have_the_series_of_the_paper_and_the_controls(figure):
-    points = MNIST.load("smoke").points(figure)
-    expected = {PAPER[name] for name in SERIES[figure].split()}
-    shown = {p.method for p in points}
-    assert shown >= expected | CONTROLS
-    assert not shown & (set(PAPER.values()) - expected)  # further series are our own
-    places = {p.place for p in points if p.method in expected}
-    assert places == ({"all", "first", "last"} if figure.startswith("location") else {"all"})
 
 
 def test_methods_are_the_sketches_of_the_paper():
@@ -72,16 +26,14 @@ def test_methods_are_the_sketches_of_the_paper():
         assert (sketch.sampling == "independent") == (coins or name == "vcas")
         assert getattr(sketch, "root", False) == name.endswith("-root")
         assert sketch.budget == 0.2
-        assert not sketch.exact_bias or name not in PAPER.values()
         assert method.colour in COLOURS or not method.figures
 
 
-@pytest.mark.parametrize("name", sorted(set(METHODS) - {"exact"}))
-def test_a_budget_of_one_keeps_all_and_a_whole_number_is_a_rank(name):
+def test_a_budget_of_one_keeps_all_and_a_whole_number_is_a_rank():
     """1.0 once became the text "1", which is rank 1."""
-    assert make_sketch(METHODS[name].expression(1.0)).rank(64) == 64
-    assert make_sketch(METHODS[name].expression(3)).rank(64) == 3
-    assert METHODS[name].expression(0.05) == METHODS[name].sketch.replace("{p}", "0.05")
+    for name in set(METHODS) - {"exact"}:
+        assert make_sketch(METHODS[name].expression(1.0)).rank(64) == 64
+        assert make_sketch(METHODS[name].expression(3)).rank(64) == 3
 
 
 @pytest.mark.parametrize(
@@ -95,14 +47,6 @@ def test_presets_make_every_figure(preset):
     assert networks >= {(784, 64, 64, 64, 10)}
     runs = [run for p in made.select(made.figures, True) for run in planned_runs(p, {})]
     assert len({run.identity for run in runs}) == len(runs)
-
-
-def test_a_series_is_one_line(monkeypatch):
-    line = Method("rows", "rows", "SampleMask({p})", "sample", ("1b", "2b"))
-    monkeypatch.setitem(METHODS, "rows", line)
-    made = MNIST.load("smoke")
-    assert "rows" in {p.method for p in made.points("2b")}
-    assert "rows" not in {p.method for p in made.points("2a")}
 
 
 def test_identity_is_all_that_decides_the_result():
@@ -133,24 +77,15 @@ def test_identity_is_all_that_decides_the_result():
     ("content", "message"),
     [
         ('[[extra]]\nmethods = ["l3"]', r"method 'l3' is unknown; did you mean 'l[12]'"),
-        ('[[extra]]\nmethods = ["zzzz"]', r"'zzzz' is unknown; Known: l1, "),
         ("[protocol]\nepoch = 3", r"\[protocol\]: epoch is unknown; use .*epochs"),
         ("[protocol]\nepochs = 'many'", "epochs = 'many' must be a number"),
-        ("[protocol]\nseeds = 3", "seeds = 3 must be a list"),
         ("[protocol]\npixels = 'grey'", "pixels = 'grey'; use unit or normalised"),
-        ("[protocol]\nseeds = []", "seeds is empty"),
         ("[protocol]\nseeds = [0, 1, 0]", r"seeds = \[0, 1, 0\] has 0 more than once; give each"),
-        ("[protocol]\nsketch = 'L1(0.1)'", "sketch is unknown"),
         ("[protocol]\nbudgets = [1.5]", r"budget=1.5 is not a kept fraction"),
-        ("[protocol]\nstack = 0", "must be at least 1"),
         ("[protocol]\nseeds = [0]\ntuning_seeds = 2", "tuning_seeds = 2; use 0 .* to 1"),
         ("[protocol]\nhalving = [3, 1, 1]", r"halving = \[3, 1, 1\]; give falling .* at least 2"),
-        ("[protocol]\nhalving = [13, 5, 5, 5, 2]", "rising epochs"),
-        ("[protocol]\nhalving = [13, 50, 2]", "rising epochs"),
-        ("[protocol]\nhalving = [9, 1, 2]\nwiden = 0", "halving takes 9 learning_rates, widen = 0"),
         ("[protocol]\nhalving = [13, 1, 2]", "widen = 0 and tuning_seeds = 0"),
         ("[protocol]\nhalving = [13, 1, 2]\nwiden = 0\nstack = 12", "must be at least 13"),
-        ("sweeps = 1", "sweeps is unknown; use extra, figures, protocol"),
         ("figures = ['3']", "figure '3' is unknown; use 1a"),
         ("[protocol", "is not valid TOML"),
     ],
@@ -204,11 +139,6 @@ def test_some_seeds_choose_the_rate_of_all():
     point = Point("l1", "all", 0.1, Protocol(learning_rates=(2, 4), tuning_seeds=1))
     assert {run.seed for run in planned_runs(point, {})} == {0}
     assert sweep.waiting_seeds(point, {}) == {1, 2}
-
-
-def test_of_equal_rates_the_smallest_is_best():
-    runs = [Run(Protocol().cell(METHODS["l1"], 0.1, "all"), i, 0) for i in (0, 1, 2)]
-    assert sweep.best_rate(runs, dict.fromkeys((r.identity for r in runs), 9.8)) == 2
 
 
 def test_halving_keeps_the_best_rates_of_each_seed():
@@ -314,18 +244,6 @@ def test_a_comparison_is_decided_by_its_seeds(better, margin, verdict):
     outcome = claims.check(claims.Comparison(("gsv", "all"), ("l1", "all"), margin=margin), found)
     assert outcome.verdict == verdict
     assert outcome.difference == pytest.approx(sum(better) / len(better) - 90)
-
-
-def test_a_comparison_looks_at_its_budgets_only_and_needs_both_series():
-    low, high = (
-        summaries("l1", values=[91] * 5, budgets=(0.05,)),
-        summaries("l1", values=[10] * 5, budgets=(0.5,)),
-    )
-    found = low | high | summaries("l1-independent", values=[90] * 5)
-    pair = (("l1", "all"), ("l1-independent", "all"))
-    assert claims.check(claims.Comparison(*pair, 0.1), found).difference == 1
-    assert claims.check(claims.Comparison(*pair), found).difference < 0
-    assert claims.check(claims.Comparison(pair[0], ("ds", "all")), found) is None
 
 
 def test_a_claim_needs_all_of_its_comparisons():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import sketchprop as sp
-from experiments.vcas import Measured, VCASController, holding, own_variance
+from experiments.vcas import Measured, VCASController, own_variance
 from sketchprop.core.vjp import Vjp
 from sketchprop.zoo import ViT
 
@@ -76,13 +76,6 @@ def test_ratios_follow_the_signs_of_the_published_rule():
     assert controller.budgets[first] == 1.0
     controller.learn(Measured(1.0, 0.5, {}, [[flat], [flat]]))
     assert controller.share == pytest.approx(1.0)
-
-
-def test_a_share_is_held_by_the_fewest_samples():
-    norms = torch.tensor([5.0, 3.0, 1.0, 1.0])
-    assert [holding(norms, s) for s in (0.4, 0.5, 0.8, 0.85, 1.0, 1.02)] == [
-        *(0.25, 0.25, 0.5, 0.75, 1.0, 1.0),
-    ]
 
 
 def test_a_probe_is_six_passes_and_leaves_training_alone():

@@ -144,9 +144,6 @@ def _candidates(case: Any, field: Field[Any], value: Any) -> Iterator[Any]:
 def _simpler_sketches(sketch: Any) -> Iterator[Any]:
     if isinstance(sketch, sp.Split):
         yield from sketch.sides
-    then = getattr(sketch, "then", None)
-    if then is not None:
-        yield then
     if not isinstance(sketch, sp.Split):
         for field in fields(sketch)[1:]:
             if field.init and getattr(sketch, field.name) != field.default:

@@ -40,7 +40,7 @@ def parts(name: str, dropout: float) -> nn.Module:
     kinds: dict[str, Callable[[], nn.Module]] = {
         "linear": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
         "norm": lambda: nn.LayerNorm(WIDTH),
-        "rms": lambda: nn.RMSNorm(WIDTH),
+        "rms": lambda: nn.RMSNorm(WIDTH, eps=1e-6),
         "gelu": nn.GELU,
         "relu": nn.ReLU,
         "in place": lambda: nn.SiLU(inplace=True),
@@ -255,9 +255,9 @@ class Function:
             G = torch.zeros(z.shape, dtype=z.dtype, device="meta")
             same_kinds(torch.autograd.grad(z, leaves, G, allow_unused=True), leaves)
             return
-        same("forward", [self._run(sketched).detach()], [y.detach()], self.tolerance)
         G = gradient_like(y, self.direction, self.seed + 2)
         truth = torch.autograd.grad(y, leaves, G, allow_unused=True)
+        same("forward", [self._run(sketched).detach()], [y.detach()], self.tolerance)
 
         def gradients(G: Tensor = G) -> list[Tensor | None]:
             return list(torch.autograd.grad(self._run(sketched), leaves, G, allow_unused=True))

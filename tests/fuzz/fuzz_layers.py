@@ -418,12 +418,10 @@ def draws_in_forward(sketch: Any) -> bool:
 
 
 def at_budget_one(sketch: Any) -> Any:
-    """The same with everything kept, the sketch behind a sketch as well."""
+    """The same with everything kept."""
     if isinstance(sketch, sp.Split):
         sides = [None if s is None else at_budget_one(s) for s in (sketch.input, sketch.weight)]
         return replace(sketch, input=sides[0], weight=sides[1])
-    if getattr(sketch, "then", None) is not None:
-        sketch = replace(sketch, then=at_budget_one(sketch.then))
     return sketch.with_budget(1.0)
 
 

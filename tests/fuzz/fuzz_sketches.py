@@ -7,7 +7,7 @@ from typing import Any
 
 import sketchprop as sp
 from fuzz_base import pick
-from sketchprop.sketches import Every, ForwardRows, Fresh, Planner
+from sketchprop.sketches import Every, ForwardRows, Planner
 
 COLUMNS = (sp.ColumnMask, sp.L1, sp.L2, sp.Variance, sp.Diagonal)
 SPECTRAL = (sp.GradientSVD, sp.RankConstrained)
@@ -25,7 +25,7 @@ def columns(rng: random.Random) -> sp.Sketch:
     return kind(budget(rng), **options)
 
 
-def rows(rng: random.Random, *, nested: bool = True) -> sp.Sketch:
+def rows(rng: random.Random) -> sp.Sketch:
     if rng.random() < 0.15:
         return sp.SampleMask(budget(rng), **_common(rng))
     options = _common(rng)
@@ -33,8 +33,6 @@ def rows(rng: random.Random, *, nested: bool = True) -> sp.Sketch:
     options["unit"] = pick(rng, None, None, "sample", "token")
     if rng.random() < 0.3:
         options["batch_first"] = False
-    if nested and rng.random() < 0.3:
-        options["then"] = pick(rng, columns, columns, spectral)(rng)
     return sp.Rows(budget(rng), **options)
 
 
@@ -72,7 +70,7 @@ def planner(rng: random.Random, sketch: Any) -> Planner | None:
     """Now and then one that can serve the sketch."""
     if rng.random() < 0.7:
         return None
-    made: Planner = pick(rng, Fresh(rows=0.5), Fresh(rows=2), Every(2), Every(3, rows=0.4))
+    made: Planner = pick(rng, Every(1, rows=0.5), Every(1, rows=2), Every(2), Every(3, rows=0.4))
     sides = sketch.sides if isinstance(sketch, sp.Split) else [sketch]
     return None if all(made.refusal(side) for side in sides) else made
 

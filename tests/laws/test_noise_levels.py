@@ -68,7 +68,6 @@ SKETCHES: dict[str, Any] = {
             sp.Rows(0.3, by="gradient_input"),
             sp.Rows(0.3, by="uniform"),
             sp.Rows(0.3, unit="sample"),
-            sp.Rows(0.5, then=sp.L1(0.5)),
             sp.Split(input=sp.L1(0.3), weight=ForwardRows(0.3)),
             sp.Tokens(0.3),
             sp.Tokens(0.3, queries=0.3, keys=0.3, save="input"),

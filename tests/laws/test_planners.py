@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import sketchprop as sp
-from law_table import exact_gradients, fixed, products
+from law_table import exact_gradients, fixed
 from sketchprop.core.cost import Size
 from sketchprop.core.enumeration import expectation
 from sketchprop.core.vjp import Vjp
 from sketchprop.layers import attention as attention_module
 from sketchprop.meters.unbiased import expected_gradients
-from sketchprop.sketches import Every, ForwardRows, Fresh
+from sketchprop.sketches import Every, ForwardRows
 from sketchprop.sketches.planners import STALE_FLOOR
 
 KINDS = [sp.ColumnMask, sp.L1, sp.L2, sp.Variance, sp.Diagonal, sp.GradientSVD, sp.RankConstrained]
@@ -44,7 +44,7 @@ def test_atoms_of_another_gradient_are_unbiased_for_this_one(kind):
 def test_the_floor_lies_under_every_atom(kind):
     G, W, _ = layer()
     G[:, 3:] = 0
-    p = Fresh(rows=4).atoms(kind(0.5), Vjp(G, W)).probabilities
+    p = Every(1, rows=4).atoms(kind(0.5), Vjp(G, W)).probabilities
     assert p.min() >= STALE_FLOOR * 0.5 - 1e-12
     assert float(p.sum()) == pytest.approx(4.0)
     assert p.max() <= 1
@@ -54,7 +54,7 @@ def test_only_some_of_the_rows_are_looked_at():
     G, W, _ = layer(B=16)
 
     def probabilities(G, rows=4):
-        return Fresh(rows=rows).atoms(sp.L1(0.5), Vjp(G, W)).probabilities
+        return Every(1, rows=rows).atoms(sp.L1(0.5), Vjp(G, W)).probabilities
 
     changed = G.clone()
     changed[[1, 2, 3, 5, 6, 7]] *= 100
@@ -152,7 +152,7 @@ def test_attention_with_stale_atoms_is_unbiased(monkeypatch):
         torch.testing.assert_close(mean, true, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("planner", [Fresh(rows=0.5), Every(4)], ids=str)
+@pytest.mark.parametrize("planner", [Every(1, rows=0.5), Every(4)], ids=str)
 @pytest.mark.parametrize("sketch", ROWS, ids=repr)
 def test_rows_are_refused_with_a_reason(sketch, planner):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -185,7 +185,7 @@ def test_the_cost_of_atoms_is_spread_over_the_steps():
     assert spread.scoring == pytest.approx(lasting.scoring / 50)
     assert spread.scoring_products == pytest.approx(lasting.scoring_products / 50)
     assert spread.products == lasting.products
-    tenth = Fresh(rows=0.1).cost(sp.L1(0.1), size)
+    tenth = Every(1, rows=0.1).cost(sp.L1(0.1), size)
     assert tenth.scoring == pytest.approx(sp.L1(0.1).cost(size).scoring / 10)
     model = sp.sketch_(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 2)), sketch)
     alone = model[0].sketching.cost(size)
@@ -207,7 +207,7 @@ def test_a_non_finite_step_is_seen_and_does_not_poison_the_next():
             assert bool(grad.isfinite().all()) == (bad is None), (kind, step)
 
 
-@pytest.mark.parametrize("planner", [Fresh(rows=0.5), Every(4)], ids=str)
+@pytest.mark.parametrize("planner", [Every(1, rows=0.5), Every(4)], ids=str)
 def test_a_non_finite_channel_that_a_convolution_drops_is_seen(planner):
     conv = nn.Conv2d(4, 20, 3, bias=False)
     sp.sketch_(conv, sp.L1(0.2), sp.select.everything, planner=planner)
@@ -234,8 +234,8 @@ def test_compiled_steps_make_their_own_atoms():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Fresh(rows=0), "rows=0"),
-        (lambda: Fresh(rows=1.5), "share of the rows in"),
+        (lambda: Every(1, rows=0), "rows=0"),
+        (lambda: Every(1, rows=1.5), "share of the rows in"),
         (lambda: Every(4, rows=float("nan")), "rows=nan"),
         (lambda: Every(0), "at least 1"),
         (lambda: Every(2.5), "an integer"),
@@ -257,7 +257,7 @@ def test_the_eigen_solver_may_fail(monkeypatch):
     for sketch, planner in [
         (sp.GradientSVD(0.4), None),
         (sp.RankConstrained(0.4), None),
-        (sp.GradientSVD(0.4), Fresh(rows=3)),
+        (sp.GradientSVD(0.4), Every(1, rows=3)),
     ]:
         means = expected_gradients(sketch, G, W, X, planner)
         for mean, true in zip(means, exact_gradients(G, W, X), strict=True):
@@ -280,10 +280,3 @@ def test_a_small_column_beside_large_ones_keeps_a_probability():
     G[:, 0] *= 1e-6
     for sketch in (sp.Variance(0.5), sp.Variance(0.5, root=True), sp.L1(0.5), sp.L2(0.5)):
         assert sketch.atoms(Vjp(G)).probabilities[0] > 0
-
-
-def test_rows_then_directions_of_no_row_at_all():
-    G, W, X = layer(B=4)
-    sketch = sp.Rows(0.01, sampling="independent", then=sp.GradientSVD(0.3))
-    drawn = sketch(Vjp(G, W, X), fixed(0.999))
-    assert all(not part.any() for part in products(drawn, W, X))

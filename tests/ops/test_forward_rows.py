@@ -55,10 +55,10 @@ def test_the_op_is_unbiased_and_dx_and_db_are_exact(sketch, shape, batch_first):
 @pytest.mark.parametrize(
     ("input", "rows"),
     [
-        (sp.Rows(2, then=sp.Variance(0.4, sampling="independent")), 3),  # draws twice, by rows
+        (sp.Rows(2, sampling="independent"), 3),
         (sp.ColumnMask(3), 100),  # more rows than there are: all of them, in their order
     ],
-    ids=["rows, then columns", "all rows"],
+    ids=["coins", "all rows"],
 )
 def test_rows_of_x_belong_to_the_side_that_drew_them(input, rows, batch_first):
     sketch = sp.Split(input=input, weight=ForwardRows(rows), exact_bias=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch._dynamo
@@ -12,7 +14,6 @@ import sketchprop as sp
 from sketchprop import kept_attention
 from sketchprop.core.enumeration import expectation
 from sketchprop.core.sampling import Uniforms, draw_uniforms
-from sketchprop.ops import attend as attend_file
 from sketchprop.ops.attend import Attending
 
 N, H, T, D = 2, 4, 5, 3
@@ -85,19 +86,22 @@ def test_the_mean_over_all_draws_is_the_exact_gradient(
     assert apart(run(draw_uniforms), truth) > 1e-3
 
 
+def assert_exact_mean(inputs: tuple[Tensor, ...], capacity: float = 1.0, **arguments: Any) -> None:
+    truth = grads_of(F.scaled_dot_product_attention(*inputs, **arguments), inputs)
+    budgets = {"queries": 2, "capacity": capacity}
+    mean = expectation(
+        lambda u: grads_of(kept_attention(*inputs, uniforms=u, **budgets, **arguments), inputs)
+    )
+    assert apart(mean, truth) < 1e-12
+
+
 @pytest.mark.parametrize("engine", ["flash", "again", "formulas"])
 @pytest.mark.parametrize("few", [1, 2])
 def test_grouped_heads_have_the_exact_mean(
     few: int, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Attending, "engine", lambda how, q, v: engine)
-    torch.manual_seed(0)
-    inputs = heads(), heads(few), heads(few)
-    truth = grads_of(F.scaled_dot_product_attention(*inputs, enable_gqa=True), inputs)
-    mean = expectation(
-        lambda u: grads_of(kept_attention(*inputs, enable_gqa=True, queries=2, uniforms=u), inputs)
-    )
-    assert apart(mean, truth) < 1e-12
+    assert_exact_mean((heads(), heads(few), heads(few)), enable_gqa=True)
 
 
 @pytest.mark.parametrize("engine", ["flash", "again", "formulas"])
@@ -106,25 +110,11 @@ def test_queries_that_the_batch_shares_have_the_exact_mean(
     case: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Attending, "engine", lambda how, q, v: engine)
-    torch.manual_seed(0)
-    inputs = heads(), heads(), heads()
-    arguments = CASES[case]
-    truth = grads_of(F.scaled_dot_product_attention(*inputs, **arguments), inputs)  # type: ignore[arg-type]
-    mean = expectation(
-        lambda u: grads_of(
-            kept_attention(*inputs, queries=2, capacity=1.5, uniforms=u, **arguments),  # type: ignore[arg-type]
-            inputs,
-        )
-    )
-    assert apart(mean, truth) < 1e-12
+    assert_exact_mean((heads(), heads(), heads()), 1.5, **CASES[case])
 
 
 def test_cross_attention_has_the_exact_mean() -> None:
-    torch.manual_seed(0)
-    inputs = heads(), heads(tokens=7), heads(tokens=7)
-    truth = grads_of(F.scaled_dot_product_attention(*inputs), inputs)
-    mean = expectation(lambda u: grads_of(kept_attention(*inputs, queries=2, uniforms=u), inputs))
-    assert apart(mean, truth) < 1e-12
+    assert_exact_mean((heads(), heads(tokens=7), heads(tokens=7)))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "dropout" not in c])
@@ -252,21 +242,8 @@ def test_a_compiled_block_draws_as_eager_does(save: str, dropout: float) -> None
         assert apart(grads_of(fast(x), inputs), eager) < 1e-4
 
 
-def test_autocast_runs_in_its_dtype_and_gives_gradients_of_the_parameters() -> None:
-    block = whole(dropout=0.0)
-    x = torch.randn(3, 8, 8, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = block(x)
-    inputs = (x, *block.parameters())
-    grads = grads_of(y.float(), inputs)
-    assert all(
-        g.dtype == p.dtype and g.isfinite().all() for g, p in zip(grads, inputs, strict=True)
-    )
-
-
 def test_the_engine_is_torchs_kernel_on_cpus() -> None:
     q = torch.randn(1, 1, 2, 4)
     assert Attending().engine(q, q) == "flash"
     assert Attending(dropout_p=0.1).engine(q, q) == "formulas"
     assert Attending().engine(q, q[..., :2]) == "formulas"
-    assert attend_file.additive(None, torch.float32) is None

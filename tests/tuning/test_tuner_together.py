@@ -14,13 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sketchprop as sp
 from distributed_helpers import of, run_once
 from measure_helpers import loss_fn, make_batches
-from stack_helpers import BudgetClock
-
-
-def wide() -> nn.Sequential:
-    torch.manual_seed(3)
-    layers = [nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)]
-    return sp.sketch_(nn.Sequential(*layers), sp.Rows(0.5))
+from stack_helpers import BudgetClock, wide
 
 
 def tuned() -> dict[str, Any]:

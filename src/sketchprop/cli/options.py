@@ -104,7 +104,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
         dest="sketches",
         **_SKETCHES,
     ),
-    "--planner": _option("who makes the atoms: Every(50), Fresh(rows=0.1), or module:Class(…)"),
+    "--planner": _option("who makes the atoms: Every(50), Every(1, rows=0.1), or module:Class(…)"),
     "--steps": _option("train exactly for so many first, on top of --minutes", _natural, 0),
     "--batches": _option("how many different ones to measure on", _positive, 8),
     "--draws": _option("Monte Carlo draws, for each batch", _positive),

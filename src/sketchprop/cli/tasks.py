@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from ..meters.batches import different
 from ..zoo import Bert, ViT, mlp
 from .expressions import UsageError, load_module
 
@@ -41,12 +42,10 @@ class Task:
 
     def take(self, count: int) -> list[Any]:
         """For measuring: at most ``count`` batches from a new pass, each only once."""
-        batches = list(islice(iter(self.batches), count))
-        # All are held, so that an id means one object.
-        different = {tuple(map(id, tree_leaves(batch))): batch for batch in batches}
-        if not different:
+        batches = different(islice(iter(self.batches), count))
+        if not batches:
             raise UsageError("the factory's batches are empty, or used up by --steps; give more")
-        return list(different.values())
+        return batches
 
     def make_optimizer(self, name: str | None, learning_rate: float | None) -> None:
         """The factory's; or by name, over all parameters that train."""

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-SAMPLINGS = ("fixed", "independent")
+SAMPLINGS: Mapping[str | None, str] = {
+    "fixed": "always the same number of atoms",
+    "independent": "one coin per atom",
+}
 
 
 def check_rank(rank: object) -> None:
@@ -43,14 +46,6 @@ def check_budget(budget: object) -> float | int:
     return value
 
 
-def check_sampling(sampling: object) -> None:
-    if sampling not in SAMPLINGS:
-        raise ValueError(
-            f"sampling={sampling!r} is unknown; use sampling='fixed' (always the same number of "
-            "atoms) or sampling='independent' (one coin per atom)"
-        )
-
-
 def check_choice(option: str, value: object, choices: Mapping[str | None, str]) -> None:
     """Refuses a value that is none of ``choices``, each named with what it means."""
     if value not in choices:
@@ -70,9 +65,9 @@ def check_share(name: str, rows: object) -> None:
         )
 
 
-def check_steps(name: str, steps: object) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"{name}={steps!r}; give a number of steps, an integer of at least 1")
+def check_count(name: str, count: object, what: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name}={count!r}; give {what}, an integer of at least 1")
 
 
 def check_weight(W: Tensor | None, sketch: object) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -97,18 +95,6 @@ class RowAtoms(Atoms):
 
 
 @dataclass(frozen=True)
-class SketchedRowAtoms(RowAtoms):
-    """Rows of G that are sketched once more, by ``then``, when they are kept."""
-
-    then: Callable[[Vjp, Uniforms], CompactGradient] = field(kw_only=True)
-
-    def draw(self, vjp: Vjp, uniforms: Uniforms = draw_uniforms) -> OfRows:
-        kept: Any = super().draw(vjp, uniforms)
-        X = None if vjp.X is None else take_rows(vjp.X, kept.index)
-        return OfRows(kept.index, self.then(Vjp(kept.values, vjp.W, X), uniforms), kept.B)
-
-
-@dataclass(frozen=True)
 class InputRowAtoms(RowAtoms):
     """Rows of X for dW alone; dX and db are exact."""
 
@@ -168,31 +154,6 @@ class Whole:
     @property
     def nbytes(self) -> int:
         return self.G.nbytes
-
-
-@dataclass(frozen=True)
-class OfRows:
-    """Some rows of Ĝ, themselves compact: ``inner: [..., r, n]`` at the rows ``index`` of ``B``."""
-
-    index: Tensor
-    inner: CompactGradient
-    B: int
-
-    def dense(self) -> Tensor:
-        return scatter_rows(self.inner.dense(), self.index, self.B)
-
-    def input_grad(self, W: Tensor) -> Tensor:
-        return scatter_rows(self.inner.input_grad(W), self.index, self.B)
-
-    def weight_grad(self, X: Tensor) -> Tensor:
-        return self.inner.weight_grad(take_rows(X, self.index))
-
-    def bias_grad(self) -> Tensor:
-        return self.inner.bias_grad()
-
-    @property
-    def nbytes(self) -> int:
-        return self.inner.nbytes + 4 * self.index.numel()
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 A draw only changes where a uniform crosses a breakpoint: a fractional part of the cumulative sum
 of p for an exact draw, p itself for a coin. Between two of them everything is constant, so an
-expectation is a finite sum. Where one draw decides what the next one sees (rows, then columns of
-them; one block above another) the sum runs over the tree of all draws, depth first.
+expectation is a finite sum. Where one draw decides what the next one sees (one block above
+another) the sum runs over the tree of all draws, depth first.
 """
 
 from __future__ import annotations

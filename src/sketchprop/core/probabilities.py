@@ -60,18 +60,16 @@ def water_fill(roots: Tensor, rank: float) -> Tensor:
         return torch.ones_like(root) + 0 * root  # 0·w: a non-finite weight stays visible
     # Zero roots become the smallest normal number: invisible beside any other, and where fewer
     # than ``rank`` are positive they share the rest of the budget equally, without 0/0.
-    tiny = torch.finfo(root.dtype).tiny
-    root = root.clamp(min=tiny)
+    root = root.clamp(min=torch.finfo(root.dtype).tiny)
     # With the k largest clipped at 1 the level is √λ = S_k/(r - k), S_k the sum of the others.
     # It falls while the next root lies above it and rises ever after: √λ is the minimum over k.
     # The sums add from the smallest up: a difference of two totals would cancel.
     sums = root.sort(dim=-1).values.cumsum(-1)
     candidates = math.ceil(rank)
     first = 1 + rank - candidates  # r - k for the largest k; 1 unless the rank is fractional
-    room = torch.arange(candidates, dtype=root.dtype, device=root.device) + first
-    level = (sums[..., n - candidates :] / room).amin(-1, keepdim=True)
-    p = (root / level).clamp_(max=1.0)
-    return torch.threshold_(p, tiny**0.75, 0.0)  # the stand-ins back to zero; NaN stays
+    room = torch.arange(first, first + candidates, dtype=root.dtype, device=root.device)
+    level = (sums[..., n - candidates :] / room[:candidates]).amin(-1, keepdim=True)
+    return _filled(root, level)
 
 
 def capped_fill(roots: Tensor, rank: int, capacity: int) -> Tensor:
@@ -85,11 +83,17 @@ def capped_fill(roots: Tensor, rank: int, capacity: int) -> Tensor:
     # Just below the capacity: rounding in the sums of p must not add one more.
     most = capacity - 1e-9
     share = most * water_fill(share, rank / most)
-    tiny = torch.finfo(share.dtype).tiny
-    wide = roots.to(share.dtype).clamp(min=tiny)
-    sums = wide.sort(dim=-1, descending=True).values.flip(-1).cumsum(-1).flip(-1)
+    T = roots.shape[-1]
+    wide = roots.to(share.dtype).clamp_(min=torch.finfo(share.dtype).tiny)
+    sums = wide.sort(dim=-1).values.cumsum(-1)
     # As in ``water_fill``: with the k largest at 1 the level is S_k/(r - k), the least one counts.
-    room = share.unsqueeze(-1) - torch.arange(roots.shape[-1], device=roots.device)
-    level = torch.where(room > 0, sums / room, torch.inf).amin(-1, keepdim=True)
-    level = level + 0 * share.unsqueeze(-1)  # a root that is NaN stays visible in every sample
-    return torch.threshold_((wide / level).clamp_(max=1.0), tiny**0.75, 0.0)
+    # Where nothing is left, r - k ≤ 0, it is infinite; a share that is NaN stays visible.
+    room = torch.arange(1 - T, 1, dtype=sums.dtype, device=sums.device) + share.unsqueeze(-1)
+    level = (sums / room.clamp_(min=0)).amin(-1, keepdim=True)
+    return _filled(wide, level)
+
+
+def _filled(root: Tensor, level: Tensor) -> Tensor:
+    """min(1, √w/√λ), the stand-ins of zeros back to zero; NaN stays."""
+    tiny = torch.finfo(root.dtype).tiny
+    return torch.threshold_((root / level).clamp_(max=1.0), tiny**0.75, 0.0)

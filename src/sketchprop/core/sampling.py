@@ -129,10 +129,10 @@ def systematic(probabilities: Tensor, u: Tensor, rank: int) -> Tensor:
     u = (u if u.dtype == sums.dtype else u.to(sums.dtype)).clamp(
         excess, excess.clamp(max=0) + (1 - step)
     )
-    points = torch.arange(rank, dtype=sums.dtype, device=sums.device) + grid
+    points = torch.arange(grid, grid + rank, dtype=sums.dtype, device=sums.device)
     points = (points + u).sub_(grid)
-    # The clamp only matters for NaN probabilities: they must not index out of range.
-    return torch.searchsorted(sums, points, right=True).clamp_(max=n - 1)
+    # The last sum is not asked: whatever lies above all others is in the last atom, NaN too.
+    return torch.searchsorted(sums[..., :-1].contiguous(), points, right=True)
 
 
 def _renormalised(p: Tensor, rank: int) -> Tensor:

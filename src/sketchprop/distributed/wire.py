@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -105,8 +105,6 @@ def _tensors(compact: Any) -> Iterator[Tensor]:
         value = getattr(compact, field.name)
         if isinstance(value, Tensor):
             yield value
-        elif is_dataclass(value):
-            yield from _tensors(value)
 
 
 def _filled(template: Any, parts: Iterator[Tensor]) -> Any:
@@ -120,8 +118,6 @@ def _filled(template: Any, parts: Iterator[Tensor]) -> Any:
             if not value.is_floating_point():
                 received = received.long().clamp_(0, sizes[0] - 1)
             new[field.name] = received
-        elif is_dataclass(value):
-            new[field.name] = _filled(value, parts)
     return replace(template, **new)
 
 

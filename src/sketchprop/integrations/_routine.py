@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,14 +12,9 @@ from ..layers import SketchedModule
 from ..layers.choose import Filter
 from ..layers.schedule import Schedule, set_budget_
 from ..layers.share import kept_flops
-from ..layers.transform import sketch_, unsketch_
-from ..meters.noise.gradients import Loss
-from ..meters.noise.variance import measure_variance
+from ..layers.transform import sketch_
 from ..sketches import AnySketch, Planner
 from ..tuning import Tuner
-
-Metrics = Callable[[nn.Module], Mapping[str, float]]
-"""Further values to log, by name, from the model as it is."""
 
 
 class SketchOptions:
@@ -28,11 +23,11 @@ class SketchOptions:
     ``sketch``, ``filter_fn`` and ``planner``: as for ``sketch_``; ``None`` leaves the model as it
     comes. ``schedule(step)``: the budget of all sketched layers, for example a ``Ladder``.
     ``tuner(model, optimizer)``: makes a ``Tuner``, which then moves the budgets and is told how
-    many steps there are; its state is in the trainer's checkpoints.
-    ``log_every``: logs every so many steps; ``None`` joins the logs that are made anyway.
-    ``metrics(model)``: further values to log, for example ``added_variance(loss_fn, batches)``.
+    many steps there are; its state is in the trainer's checkpoints. With ``frozen=True`` it moves
+    nothing, and measures the noise that the sketches add.
     ``rows``: samples × tokens of a forward pass, for which kept FLOPs are counted.
-    ``unsketch``: gives the layers their own class back when training ends.
+
+    Whatever there is to log joins the logs that the trainer makes.
     """
 
     tuner: Tuner | None = None
@@ -45,16 +40,8 @@ class SketchOptions:
         *,
         planner: Planner | None = None,
         tuner: Callable[[nn.Module, Any], Tuner] | None = None,
-        log_every: int | None = None,
-        metrics: Metrics | None = None,
         rows: int = 128,
-        unsketch: bool = False,
     ) -> None:
-        if log_every is not None and (isinstance(log_every, bool) or log_every < 1):
-            raise ValueError(
-                f"log_every={log_every!r} is no number of steps; give for example 50, or None to "
-                "log whenever the trainer does"
-            )
         if tuner is not None and schedule is not None:
             raise TypeError("both schedule= and tuner= move the budgets: give one of them")
         if tuner is not None and not callable(tuner):
@@ -70,9 +57,7 @@ class SketchOptions:
                 "the budget, for example Ladder({0: 1.0, 500: 0.1})"
             )
         self.sketch, self.filter_fn, self.planner = sketch, filter_fn, planner
-        self.schedule, self.make_tuner = schedule, tuner
-        self.log_every, self.metrics, self.rows = log_every, metrics, rows
-        self.unsketch = unsketch
+        self.schedule, self.make_tuner, self.rows = schedule, tuner, rows
 
     def begin(self, model: nn.Module, step: int) -> None:
         """Sketches ``model`` and gives it the budget of ``step``."""
@@ -84,10 +69,6 @@ class SketchOptions:
         """The budget of ``step``; nothing without a schedule."""
         if self.schedule is not None:
             set_budget_(model, self.schedule(step))
-
-    def end(self, model: nn.Module) -> None:
-        if self.unsketch:
-            unsketch_(model)
 
     def start_tuner(self, model: nn.Module, optimizer: Any, steps: float, state: Any) -> None:
         """Makes the tuner, if there is to be one, tells it how many times it will be called, if
@@ -107,28 +88,7 @@ class SketchOptions:
         budgets = {m.sketch.budget for m in model.modules() if isinstance(m, SketchedModule)}
         if len(budgets) == 1:
             logged["sketch_budget"] = float(budgets.pop())
-        if self.metrics is not None:
-            logged.update({name: float(value) for name, value in self.metrics(model).items()})
         if self.tuner is not None and self.tuner.log:
             last = self.tuner.log[-1]
             logged.update({f"sketch_{k}": last[k] for k in ("change", "noise") if k in last})
         return logged
-
-
-def added_variance(loss_fn: Loss, batches: Sequence[Any], draws: int = 4) -> Metrics:
-    """For ``metrics``: V, the variance that the sketches add, and V/σ², measured at each log.
-
-    Costs ``draws + 1`` steps for each batch and leaves gradients and random state alone.
-
-        SketchCallback(Tokens(0.3), log_every=500, metrics=added_variance(loss_fn, batches))
-    """
-    batches = list(batches)
-
-    def metrics(model: nn.Module) -> dict[str, float]:
-        report = measure_variance(model, loss_fn, batches, draws=draws, split=False)
-        return {
-            "sketch_added_variance": report.added.value,
-            "sketch_relative_variance": report.relative.value,
-        }
-
-    return metrics

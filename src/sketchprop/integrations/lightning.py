@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ..core.random import CPU, random_state, set_random_state
-from ._routine import SketchOptions, added_variance
+from ._routine import SketchOptions
 
-__all__ = ["SketchCallback", "added_variance"]
+__all__ = ["SketchCallback"]
 
 
 def _bases() -> tuple[type, ...]:
@@ -74,16 +74,13 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
         self._steps = trainer.global_step
         # The number that Lightning logs the loss of this batch under; its own monitors read it too.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        every = self.log_every or trainer.log_every_n_steps
+        every = trainer.log_every_n_steps
         if not every or (step + 1) % every:
             return
         values = self.values(pl_module)
         trainer.callback_metrics.update({k: torch.tensor(v) for k, v in values.items()})
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
-
-    def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        self.end(pl_module)
 
     def _routine(self) -> str:
         return f"sketch={self.sketch!r}, schedule={self.schedule!r}"

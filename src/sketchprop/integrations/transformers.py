@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._routine import SketchOptions, added_variance
+from ._routine import SketchOptions
 
 try:
     from transformers import TrainerCallback
@@ -18,7 +18,7 @@ except ImportError as error:
         "sketchprop.integrations.transformers needs transformers: pip install 'transformers[torch]'"
     ) from error
 
-__all__ = ["SketchCallback", "added_variance"]
+__all__ = ["SketchCallback"]
 
 _TUNER = "sketchprop_tuner"
 
@@ -64,15 +64,11 @@ class SketchCallback(SketchOptions, TrainerCallback):
             self.tuner(self._inputs)
             self._inputs = {}
             state.stateful_callbacks[_TUNER] = self.tuner.state_dict()
-        if self.log_every is not None and state.global_step % self.log_every == 0:
-            control.should_log = True
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = kwargs.get("logs")
         # Only logs of training steps: those of evaluation and the final summary have no "loss".
-        if logs is None or "loss" not in logs:
-            return
-        if self.log_every is None or state.global_step % self.log_every == 0:
+        if logs is not None and "loss" in logs:
             values = self.values(kwargs["model"])
             logs.update(values)
             state.log_history[-1].update(values)
@@ -80,7 +76,6 @@ class SketchCallback(SketchOptions, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.tuner is not None:
             self._hook.remove()
-        self.end(kwargs["model"])
 
 
 def _before_reporters(callback: SketchCallback) -> None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import MappingProxyType, MethodType
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from ..tokens.rowwise import Activation, Linear, Pair, RMSNorm, RowWise, Scale
-from .blocks import Anatomy, RowPart, SelfAttention, SketchedBlock, not_as_known
+from .blocks import Anatomy, SelfAttention, SketchedBlock, applied, not_as_known
 from .sketched import watched
 
 _HARMLESS = frozenset(
@@ -24,6 +24,8 @@ _HARMLESS = frozenset(
      "return_dict", "past_key_values", "output_attentions", "output_router_logits"}
 )  # fmt: skip
 """Options that do not change what a block computes; some of them only where they are false."""
+_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
+_QKV = ("q_proj", "k_proj", "v_proj")
 _CACHED = "a cache wants its keys; give use_cache=False"
 _SDPA = "transformers.integrations.sdpa_attention"
 _GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Dinov2SwiGLUFFN")
@@ -67,10 +69,96 @@ _STEPS: dict[str, Callable[[Any], RowWise | None]] = {
 """Row-wise modules that are one step."""
 
 
+class _Layout(NamedTuple):
+    """Where a block has its parts: the names of modules."""
+
+    attention: str
+    projections: tuple[str, ...]
+    """q, k and v, or one that makes all three."""
+    out: tuple[str, ...]
+    """What follows in attention's own module."""
+    heads: str
+    """Of attention, as ``dropout``."""
+    dropout: str
+    norms: tuple[str, str]
+    mlp: tuple[str, ...]
+    norm_first: bool = True
+    after: tuple[str, ...] = ()
+    """What follows attention's own module in its branch."""
+    known: tuple[tuple[str, str], ...] = ()
+    """Modules that are not called, and their classes; {} is the family's name."""
+    places: tuple[str, ...] = ("attention_mask",)
+    """Arguments behind the first that may be given by place."""
+    allowed: tuple[str, ...] = ("attention_mask", "encoder_attention_mask")
+
+    def roles(self) -> tuple[tuple[str, str], ...]:
+        q, *others = self.projections
+        return (
+            (q, "queries" if others else "packed"),
+            *((name, "keys") for name in others),
+            *((name, "queries") for name in (*self.out, *self.after)),
+            ("crossattention", "exact"),
+        )
+
+
 class _TransformersBlock(SketchedBlock):
     """Reads the row-wise modules of transformers."""
 
     vouched = False
+    layout: ClassVar[_Layout]
+
+    def anatomy(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Anatomy | str:
+        layout: _Layout = self.layout
+        attention = _part(self, layout.attention)
+        if len(args) > len(layout.places):
+            return "arguments by place that are not known there"
+        given = {"attention_mask": None, **dict(zip(layout.places, args, strict=False)), **options}
+        mask, cached = given["attention_mask"], given.get("past_key_values")
+        others = {name: value for name, value in given.items() if name not in layout.allowed}
+        reason = _refused(hidden_states, attention, others) or self.refuses(given)
+        if reason or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
+            return reason or "a mask that is not [samples, heads, queries, keys]"
+        if cached is not None and cached.get_seq_length(attention.layer_idx) > 0:
+            return "a cache that holds keys was given"
+        projections, out, after, mlp, (norm1, norm2) = (
+            tuple(_part(self, name) for name in names)
+            for names in (
+                layout.projections, layout.out, layout.after, layout.mlp, layout.norms
+            )
+        )  # fmt: skip
+
+        def plain(x: Tensor) -> Tensor:
+            return applied(after, attention(x, **given)[0])
+
+        fused = None
+        apart = "q and k have norms" if hasattr(attention, "q_norm") else _CACHED
+        if cached is None and not hasattr(attention, "q_norm"):
+            dropout = _part(attention, layout.dropout)
+            fused = SelfAttention(
+                projections,
+                (*out, *after),
+                _part(attention, layout.heads),
+                getattr(attention.config, "num_key_value_heads", None),
+                mask,
+                getattr(dropout, "p", dropout) if attention.training else 0.0,
+                bool(attention.is_causal) and mask is None and hidden_states.shape[1] > 1,
+                attention.scaling,
+                given.get("position_embeddings"),
+            )
+        return Anatomy(
+            hidden_states, fused, plain, (norm1, norm2), mlp, layout.norm_first, None, apart,
+            self.of_class(layout.known),
+        )  # fmt: skip
+
+    def refuses(self, given: dict[str, Any]) -> str:
+        """Why this family cannot run a call on kept tokens; empty if it can."""
+        return ""
+
+    def of_class(self, names: Iterable[tuple[str, str]]) -> tuple[tuple[nn.Module, type], ...]:
+        """Modules by name, and the classes that this block's own file has for them."""
+        family = self.plain.__name__.removesuffix("Layer").removesuffix("Decoder")
+        file = sys.modules[self.plain.__module__]
+        return tuple((_part(self, n), getattr(file, kind.format(family))) for n, kind in names)
 
     def read(self, part: Callable[[Tensor], Tensor]) -> RowWise | None:
         steps = super().read(part)
@@ -81,31 +169,24 @@ class _TransformersBlock(SketchedBlock):
             return None
         if name in _CHAINS:
             chunked = getattr(part, "chunk_size_feed_forward", 0)
-            return None if chunked else self._in_turn([getattr(part, n) for n in _CHAINS[name]])
+            return None if chunked else self._steps([getattr(part, n) for n in _CHAINS[name]])
         if name in _GATED:
             return self._gated(part)
         return _STEPS[name](part) if name in _STEPS else None
 
-    def _as_known(self, module: nn.Module, name: str) -> tuple[nn.Module, type]:
-        """A module, and the class that this block's own file has for it."""
-        kind: type = getattr(sys.modules[self.plain.__module__], name)
-        return module, kind
-
-    def _in_turn(self, parts: list[Any]) -> RowWise | None:
-        whole = RowWise.of()
-        for part in parts:
-            steps = self.read(part)
-            if steps is None:
-                return None
-            whole += steps
-        return whole
-
     def _gated(self, layer: Any) -> RowWise | None:
-        gate = self._in_turn([layer.gate_proj, layer.act_fn])
+        gate = self._steps([layer.gate_proj, layer.act_fn])
         up, down = self.read(layer.up_proj), self.read(layer.down_proj)
         if gate is None or up is None or down is None:
             return None
         return RowWise.of((Pair(gate.chain, up.chain), (gate.parameters, up.parameters))) + down
+
+
+def _part(module: Any, name: str) -> Any:
+    """What stands at a name with dots."""
+    for step in name.split("."):
+        module = getattr(module, step)
+    return module
 
 
 def _refused(x: Any, attention: Any, options: dict[str, Any]) -> str:
@@ -118,6 +199,8 @@ def _refused(x: Any, attention: Any, options: dict[str, Any]) -> str:
     registered = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.get(kind)
     if registered is not None and registered.__module__ != _SDPA:
         return f"attn_implementation={kind!r} was registered anew"
+    if options.get("encoder_hidden_states") is not None:
+        return "cross-attention was asked for"
     for name, value in options.items():
         if name == "output_attentions" and value:
             return "output_attentions=True: all weights of attention are asked for"
@@ -126,254 +209,125 @@ def _refused(x: Any, attention: Any, options: dict[str, Any]) -> str:
     return ""
 
 
-def _mask_fits(mask: Any) -> bool:
-    return mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)
-
-
 class _Bert(_TransformersBlock):
     """BERT and its kin: normalised last, q, k and v apart."""
 
-    roles = (
-        ("attention.self.query", "queries"),
-        ("attention.self", "keys"),
-        ("attention.output", "queries"),
-        ("crossattention", "exact"),
-    )
+    layout = _Layout(
+        "attention.self",
+        tuple(f"attention.self.{name}" for name in ("query", "key", "value")),
+        (),
+        "num_attention_heads",
+        "dropout",
+        ("attention.output.LayerNorm", "output.LayerNorm"),
+        (
+            "intermediate.dense", "intermediate.intermediate_act_fn", "output.dense",
+            "output.dropout",
+        ),
+        norm_first=False,
+        after=("attention.output.dense", "attention.output.dropout"),
+        known=(
+            ("attention", "{}Attention"),
+            ("attention.self", "{}SelfAttention"),
+            ("attention.output", "{}SelfOutput"),
+        ),
+        places=("attention_mask", *_ENCODER, "past_key_values"),
+    )  # fmt: skip
 
-    def anatomy(
-        self: Any,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        encoder_hidden_states: Any = None,
-        encoder_attention_mask: Any = None,
-        past_key_values: Any = None,
-        **options: Any,
-    ) -> Anatomy | str:
-        whole, attention, last = self.attention, self.attention.self, self.attention.output
-        reason = _refused(hidden_states, attention, options)
-        of, family = self._as_known, self.plain.__name__.removesuffix("Layer")
-        parts = [of(self.intermediate, f"{family}Intermediate"), of(self.output, f"{family}Output")]
-        if why := not_as_known(*parts):
+    def refuses(self: Any, given: dict[str, Any]) -> str:
+        parts = (("intermediate", "{}Intermediate"), ("output", "{}Output"))
+        if why := not_as_known(*self.of_class(parts)):
             return why
-        if reason or not _mask_fits(attention_mask):
-            return reason or "a mask that is not [samples, heads, queries, keys]"
-        if encoder_hidden_states is not None or past_key_values is not None:
-            return "cross-attention or a cache of keys was given"
-        if self.chunk_size_feed_forward:
-            return "chunk_size_feed_forward is set: the feed-forward part runs in pieces"
-
-        def plain(x: Tensor) -> Tensor:
-            mixed = attention(x, attention_mask=attention_mask, **options)[0]
-            y: Tensor = last.dropout(last.dense(mixed))
-            return y
-
-        fused = SelfAttention(
-            (attention.query, attention.key, attention.value),
-            (last.dense, last.dropout),
-            attention.num_attention_heads,
-            **_how(attention, attention_mask, hidden_states, attention.dropout.p),
-        )
-        mlp = (
-            self.intermediate.dense,
-            self.intermediate.intermediate_act_fn,
-            self.output.dense,
-            self.output.dropout,
-        )
-        norms = (last.LayerNorm, self.output.LayerNorm)
-        known = (
-            of(whole, f"{family}Attention"),
-            of(attention, f"{family}SelfAttention"),
-            of(last, f"{family}SelfOutput"),
-        )
-        return Anatomy(hidden_states, fused, plain, norms, mlp, False, stands_for=known)
-
-
-def _how(attention: Any, mask: Tensor | None, x: Tensor, dropout: float) -> dict[str, Any]:
-    causal = bool(attention.is_causal) and mask is None and x.shape[1] > 1
-    return {
-        "mask": mask,
-        "dropout_p": dropout if attention.training else 0.0,
-        "is_causal": causal,
-        "scale": attention.scaling,
-    }
-
-
-_PARTS = {"q_proj": "queries", "k_proj": "keys", "v_proj": "keys", "o_proj": "queries"}
-_DISTIL_PARTS = {"q_lin": "queries", "k_lin": "keys", "v_lin": "keys", "out_lin": "queries"}
+        if given.get("past_key_values") is not None:
+            return "a cache of keys was given"
+        chunks = "chunk_size_feed_forward is set: the feed-forward part runs in pieces"
+        return chunks if self.chunk_size_feed_forward else ""
 
 
 class _DistilBert(_TransformersBlock):
     """DistilBERT: normalised last, q, k and v apart."""
 
-    roles = tuple((f"attention.{name}", role) for name, role in _DISTIL_PARTS.items())
-
-    def anatomy(
-        self: Any, hidden_states: Tensor, attention_mask: Any = None, **options: Any
-    ) -> Anatomy | str:
-        attention = self.attention
-        reason = _refused(hidden_states, attention, options)
-        if reason or not _mask_fits(attention_mask):
-            return reason or "a mask that is not [samples, heads, queries, keys]"
-
-        def plain(x: Tensor) -> Tensor:
-            y: Tensor = attention(x, attention_mask=attention_mask, **options)[0]
-            return y
-
-        fused = SelfAttention(
-            (attention.q_lin, attention.k_lin, attention.v_lin),
-            (attention.out_lin,),
-            attention.n_heads,
-            **_how(attention, attention_mask, hidden_states, attention.dropout.p),
-        )
-        norms = (self.sa_layer_norm, self.output_layer_norm)
-        known = (self._as_known(attention, "DistilBertSelfAttention"),)
-        return Anatomy(hidden_states, fused, plain, norms, (self.ffn,), False, stands_for=known)
+    layout = _Layout(
+        "attention",
+        ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+        ("attention.out_lin",),
+        "n_heads",
+        "dropout",
+        ("sa_layer_norm", "output_layer_norm"),
+        ("ffn",),
+        norm_first=False,
+        known=(("attention", "DistilBertSelfAttention"),),
+    )
 
 
-class _Vision(_TransformersBlock):
-    """Encoders of pictures: normalised first, q, k and v apart."""
+class _ViT(_TransformersBlock):
+    """ViT: normalised first, q, k and v apart."""
 
-    roles = tuple((f"attention.{name}", role) for name, role in _PARTS.items())
-
-    def _parts(
-        self: Any,
-        x: Tensor,
-        mask: Any,
-        options: dict[str, Any],
-        norms: tuple[RowPart, RowPart],
-        after: tuple[Any, Any],
-    ) -> Anatomy | str:
-        """``after``: what follows attention and the feed-forward part in their branches."""
-        attention = self.attention
-        reason = _refused(x, attention, options)
-        if reason or not _mask_fits(mask):
-            return reason or "a mask that is not [samples, heads, queries, keys]"
-
-        def plain(x: Tensor) -> Tensor:
-            y: Tensor = after[0](attention(x, attention_mask=mask, **options)[0])
-            return y
-
-        fused = SelfAttention(
-            (attention.q_proj, attention.k_proj, attention.v_proj),
-            (attention.o_proj, after[0]),
-            attention.num_attention_heads,
-            **_how(attention, mask, x, attention.attention_dropout),
-        )
-        family = self.plain.__name__.removesuffix("Layer")
-        known = (self._as_known(attention, f"{family}Attention"),)
-        return Anatomy(x, fused, plain, norms, (self.mlp, after[1]), True, stands_for=known)
+    layout = _Layout(
+        "attention",
+        tuple(f"attention.{name}" for name in _QKV),
+        ("attention.o_proj",),
+        "num_attention_heads",
+        "attention_dropout",
+        ("layernorm_before", "layernorm_after"),
+        ("mlp", "dropout"),
+        after=("dropout",),
+        known=(("attention", "{}Attention"),),
+    )
 
 
-class _ViT(_Vision):
-    """ViT."""
+class _Dinov2(_TransformersBlock):
+    """DINOv2: as ViT, with a layer scale behind each branch."""
 
-    def anatomy(
-        self: Any, hidden_states: Tensor, attention_mask: Any = None, **options: Any
-    ) -> Anatomy | str:
-        norms = (self.layernorm_before, self.layernorm_after)
-        after = (self.dropout, self.dropout)
-        call: Anatomy | str = self._parts(hidden_states, attention_mask, options, norms, after)
-        return call
+    layout = _ViT.layout._replace(
+        norms=("norm1", "norm2"), mlp=("mlp", "layer_scale2"), after=("layer_scale1",)
+    )
 
-
-class _Dinov2(_Vision):
-    """DINOv2: a layer scale behind each branch."""
-
-    def anatomy(
-        self: Any, hidden_states: Tensor, attention_mask: Any = None, **options: Any
-    ) -> Anatomy | str:
+    def refuses(self: Any, given: dict[str, Any]) -> str:
         if self.training and getattr(self.drop_path, "drop_prob", 0.0) > 0:
             return "drop_path drops whole samples of a branch, and a branch is drawn row by row"
-        drop_path = self._as_known(self.drop_path, "Dinov2DropPath")
-        why = "" if type(self.drop_path) is nn.Identity else not_as_known(drop_path)
-        if why:
-            return why
-        norms, after = (self.norm1, self.norm2), (self.layer_scale1, self.layer_scale2)
-        call: Anatomy | str = self._parts(hidden_states, attention_mask, options, norms, after)
-        return call
+        if type(self.drop_path) is nn.Identity:
+            return ""
+        return not_as_known(*self.of_class([("drop_path", "Dinov2DropPath")]))
 
 
 class _GPT2(_TransformersBlock):
     """GPT-2: normalised first, causal, weights stored transposed and packed."""
 
-    roles = (("attn.c_attn", "packed"), ("attn.c_proj", "queries"), ("crossattention", "exact"))
+    layout = _Layout(
+        "attn",
+        ("attn.c_attn",),
+        ("attn.c_proj", "attn.resid_dropout"),
+        "num_heads",
+        "attn_dropout",
+        ("ln_1", "ln_2"),
+        ("mlp",),
+        known=(("attn", "GPT2Attention"),),
+        places=("past_key_values", "attention_mask", *_ENCODER, "use_cache"),
+    )
 
-    def anatomy(
-        self: Any,
-        hidden_states: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Any = None,
-        encoder_hidden_states: Any = None,
-        encoder_attention_mask: Any = None,
-        use_cache: bool | None = False,
-        **options: Any,
-    ) -> Anatomy | str:
-        attention = self.attn
-        reason = _refused(hidden_states, attention, options)
-        if reason or not _mask_fits(attention_mask):
-            return reason or "a mask that is not [samples, heads, queries, keys]"
-        if encoder_hidden_states is not None:
-            return "cross-attention was asked for"
-        if _holds_keys(past_key_values, attention):
-            return "a cache that holds keys was given"
-        if attention.reorder_and_upcast_attn:
-            return "reorder_and_upcast_attn=True: attention in a precision of its own"
-
-        def plain(x: Tensor) -> Tensor:
-            given = {**options, "attention_mask": attention_mask, "use_cache": use_cache}
-            y: Tensor = attention(x, past_key_values=past_key_values, **given)[0]
-            return y
-
-        fused, why = None, _CACHED
-        if past_key_values is None:
-            fused = SelfAttention(
-                (attention.c_attn,),
-                (attention.c_proj, attention.resid_dropout),
-                attention.num_heads,
-                **_how(attention, attention_mask, hidden_states, attention.attn_dropout.p),
-            )
-        norms, known = (self.ln_1, self.ln_2), (self._as_known(attention, "GPT2Attention"),)
-        return Anatomy(hidden_states, fused, plain, norms, (self.mlp,), True, None, why, known)
+    def refuses(self: Any, given: dict[str, Any]) -> str:
+        upcast = "reorder_and_upcast_attn=True: attention in a precision of its own"
+        return upcast if self.attn.reorder_and_upcast_attn else ""
 
 
 class _Decoder(_TransformersBlock):
     """Llama and its kin: RMS norms, rotary positions, grouped-query heads, a gated MLP."""
 
-    roles = tuple((f"self_attn.{name}", role) for name, role in _PARTS.items())
-
-    def anatomy(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Anatomy | str:
-        attention = self.self_attn
-        allowed = {"position_embeddings", "attention_mask"}
-        others = {name: value for name, value in options.items() if name not in allowed}
-        reason = _refused(hidden_states, attention, others)
-        mask = options.get("attention_mask")
-        if reason or args or not _mask_fits(mask):
-            return reason or "arguments by place, or a mask that is not [N, heads, T, T]"
-        if _holds_keys(options.get("past_key_values"), attention):
-            return "a cache that holds keys was given"
-
-        def plain(x: Tensor) -> Tensor:
-            y: Tensor = attention(hidden_states=x, **options)[0]
-            return y
-
-        fused = None
-        why = "q and k have norms" if hasattr(attention, "q_norm") else _CACHED
-        if options.get("past_key_values") is None and not hasattr(attention, "q_norm"):
-            fused = SelfAttention(
-                (attention.q_proj, attention.k_proj, attention.v_proj),
-                (attention.o_proj,),
-                attention.config.num_attention_heads,
-                attention.config.num_key_value_heads,
-                rotary=options["position_embeddings"],
-                **_how(attention, mask, hidden_states, attention.attention_dropout),
-            )
-        norms = (self.input_layernorm, self.post_attention_layernorm)
-        family = self.plain.__name__.removesuffix("DecoderLayer")
-        known = (self._as_known(attention, f"{family}Attention"),)
-        return Anatomy(hidden_states, fused, plain, norms, (self.mlp,), True, None, why, known)
+    layout = _Layout(
+        "self_attn",
+        tuple(f"self_attn.{name}" for name in _QKV),
+        ("self_attn.o_proj",),
+        "config.num_attention_heads",
+        "attention_dropout",
+        ("input_layernorm", "post_attention_layernorm"),
+        ("mlp",),
+        known=(("self_attn", "{}Attention"),),
+        places=(),
+        allowed=("attention_mask", "position_embeddings"),
+    )
 
 
-_FAMILIES: Mapping[str, tuple[str, type[SketchedBlock]]] = MappingProxyType(
+_FAMILIES: Mapping[str, tuple[str, type[_TransformersBlock]]] = MappingProxyType(
     {
         "BertLayer": ("bert", _Bert),
         "RobertaLayer": ("roberta", _Bert),
@@ -406,6 +360,7 @@ def _made(block: Any) -> type[SketchedBlock]:
     _, mixin = _FAMILIES[block.__name__]
     about = f"transformers' ``{block.__name__}`` on kept tokens."
     entries = {"plain": block, "__module__": __name__, "__doc__": about}
+    entries["roles"] = mixin.layout.roles()
     return type(f"Sketched{block.__name__}", (mixin, block), entries)
 
 
@@ -420,7 +375,3 @@ def __getattr__(name: str) -> Any:
 
 def _module(folder: str) -> str:
     return f"transformers.models.{folder}.modeling_{folder}"
-
-
-def _holds_keys(cache: Any, attention: Any) -> bool:
-    return cache is not None and cache.get_seq_length(attention.layer_idx) > 0

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import sketched_conv
-from ..ops.conv import fits_kernels, only_columns, only_linear
-from ..sketches import LayerSketch, Split
+from ..ops.conv import conv_refusal
+from ..sketches import LayerSketch
 from .sketched import SketchedModule
 
 
@@ -39,14 +39,9 @@ class _SketchedConv(SketchedModule):
         assert isinstance(layer, nn.Conv1d | nn.Conv2d)
         if layer.groups > 1:
             return f"groups={layer.groups}: only convolutions without groups are sketched"
-        if "G" not in sketch.sees or (isinstance(sketch, Split) and sketch.forward is not None):
-            return only_linear(sketch)
         # With kernel 1 both "same" and "valid" add nothing.
         no_padding = isinstance(layer.padding, str) or max(layer.padding) == 0
-        pointwise = max(layer.kernel_size) == 1 and no_padding
-        if not pointwise and not fits_kernels(sketch):
-            return only_columns(sketch)
-        return ""
+        return conv_refusal(sketch, pointwise=max(layer.kernel_size) == 1 and no_padding)
 
 
 class SketchedConv1d(_SketchedConv, nn.Conv1d):

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from .blocks import SketchedBlock
+from .gate import Gate
 from .known import block_class, sketched_class
 
 Layers = dict[str, nn.Module]
@@ -155,7 +156,10 @@ conv = Selector("conv", of(nn.Conv1d, nn.Conv2d).bind)
 attention = Selector("attention", of(nn.MultiheadAttention).bind)
 """``nn.MultiheadAttention``, each taken whole."""
 
-linear = Selector("linear", (~(conv | attention)).bind)
+gates = Selector("gates", of(Gate).bind)
+"""Nodes of a graph, ``sketchprop.Gate``."""
+
+linear = Selector("linear", (~(conv | attention | gates)).bind)
 """Linear layers: ``nn.Linear``, transformers' ``Conv1D``, and layers made ``sketchable``."""
 
 

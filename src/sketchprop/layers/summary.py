@@ -14,6 +14,7 @@ from ..core.table import LAYER, Column, Report, Table, words
 from ..sketches import AnySketch, Tokens
 from .blocks import SketchedBlock
 from .choose import refusal
+from .gate import Gate
 from .known import BUILT_IN, block_class, sketched_class
 from .sketched import SketchedModule, Sketching
 
@@ -29,7 +30,8 @@ class LayerSummary:
     kept: float = 1.0
     """The share of atoms that the draw keeps, 1.0 for an exact layer."""
     flops: float = 1.0
-    """Backward FLOPs as a share of the exact ones, scoring and solving included."""
+    """Backward FLOPs as a share of the exact ones, scoring and solving included; 1.0 at a gate,
+    which has none."""
     note: str = ""
     saved: float = 1.0
     """Rows of the input that this layer keeps for dW, as a share. What another operation keeps
@@ -61,7 +63,7 @@ class Summary(Report):
 
 
 def summary(model: nn.Module, rows: int = 128) -> Summary:
-    """A line per layer that has a weight matrix: its sketch, what is kept, or why it is exact.
+    """A line per weight matrix and per gate: its sketch, what is kept, or why it is exact.
 
     ``rows``: the number of rows (samples × tokens) for which FLOPs are counted.
 
@@ -77,6 +79,8 @@ def summary(model: nn.Module, rows: int = 128) -> Summary:
     notes: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         kind, shape = type(module).__name__, _shape(module)
+        if isinstance(module, Gate):
+            shape = (module.columns,)
         if isinstance(module, SketchedBlock):
             layers.append(_block(name, module, rows))
             parts.update(_parts_of(name, module, rows))
@@ -106,7 +110,9 @@ def _shares(
     state: Sketching, sizes: Sequence[Size], kept: Callable[[Size], float]
 ) -> tuple[float, float]:
     """What is kept of several products, by the exact FLOPs of each, and the FLOPs that are left."""
-    exact = max(1.0, sum(size.exact_flops for size in sizes))
+    exact = sum(size.exact_flops for size in sizes)
+    if not exact:
+        return kept(sizes[0]), 1.0
     flops = sum(state.cost(size).total for size in sizes)
     return sum(kept(size) * size.exact_flops for size in sizes) / exact, flops / exact
 

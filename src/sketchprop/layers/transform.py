@@ -48,7 +48,7 @@ def sketch_(
     the new sketch; one that is not taken stays as it is, and ``summary`` says why.
 
     ``planner``: who makes the atoms that are drawn from, and when: ``Every(50)`` makes new ones
-    every 50 steps, ``Fresh(rows=0.1)`` looks at a tenth of the rows; each layer gets its own.
+    every 50 steps, ``Every(1, rows=0.1)`` looks at a tenth of the rows; each layer gets its own.
     Without one each step makes its own from all of the gradient.
     ``check``: a block runs its first batch both ways, exactly and on kept tokens; where results or
     the leaves that get a gradient differ it stays exact, with a warning.

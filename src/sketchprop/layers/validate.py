@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..core.checks import TENSOR_PARALLEL
@@ -70,16 +70,9 @@ def findings(model: nn.Module, choice: Choice, rows: int | None = None) -> tuple
     """``validate`` for a choice that is made already."""
     found = [
         *(Finding("error", name, text) for name, text in choice.problems),
-        *_tensor_parallel(model, choice),
-        *_sharded_blocks(model, choice),
-        *_mixed_samples(model, choice),
-        *_left_exact(choice),
-        *_in_eval_mode(model, choice),
-        *_lazy(model),
-        *_shared(model, choice),
-        *_single_block(model, choice),
-        *_no_block(choice),
-        *(_tiny(choice, rows) if rows else ()),
+        *_of_model(model, choice),
+        *_of_modules(model, choice),
+        *_of_layers(model, choice, rows),
     ]
     levels = ("error", "harm", "waste")
     return tuple(sorted(found, key=lambda finding: levels.index(finding.level)))
@@ -99,65 +92,6 @@ def mixing_samples(model: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in model.named_modules() if isinstance(m, kind) and m.training}
 
 
-def _taken(choice: Choice) -> dict[str, tuple[nn.Module, AnySketch]]:
-    return {name: (choice.layers[name], s) for name, s in choice.taken.items() if s is not None}
-
-
-def _tensor_parallel(model: nn.Module, choice: Choice) -> Iterator[Finding]:
-    whole = _made_whole_in_forward(model)
-    for name, (layer, sketch) in _taken(choice).items():
-        spread = [p for p in layer.parameters() if hasattr(p, "placements") and p not in whole]
-        if spread and not _keeps_everything(sketch):
-            placements = tuple(getattr(spread[0], "placements", ()))
-            text = f"its weight is tensor-parallel, a DTensor with placements {placements}"
-            yield Finding("error", name, text, TENSOR_PARALLEL)
-
-
-def _keeps_everything(sketch: AnySketch) -> bool:
-    return sketch.keeps_all(sys.maxsize, sys.maxsize, sys.maxsize)
-
-
-def _made_whole_in_forward(model: nn.Module) -> set[Tensor]:
-    """Parameters of ``fully_shard``, which are whole wherever a layer meets them."""
-    loaded = sys.modules.get("torch.distributed.fsdp")
-    kind: Any = getattr(loaded, "FSDPModule", None)
-    if kind is None:
-        return set()
-    return {p for m in model.modules() if isinstance(m, kind) for p in m.parameters()}
-
-
-def _sharded_blocks(model: nn.Module, choice: Choice) -> Iterator[Finding]:
-    """``fully_shard`` gives a block another class, which kept tokens do not know."""
-    if not choice.blocks and choice.stray is None:
-        return
-    for name, module in model.named_modules():
-        kind = type(module)
-        parents = [p for p in kind.__mro__[1:] if issubclass(p, nn.Module) and block_class(p)]
-        shards = any(parent.__name__ == "FSDPModule" for parent in kind.__mro__)
-        if parents and shards and not issubclass(kind, SketchedBlock):
-            text = (
-                f"a {parents[0].__name__} that fully_shard has wrapped, and kept tokens do not "
-                "know it any more"
-            )
-            yield Finding("error", name, text, "call sketch_ first, then fully_shard")
-
-
-def _mixed_samples(model: nn.Module, choice: Choice) -> Iterator[Finding]:
-    sketches = [s for _, s in _taken(choice).values() if drops_rows(s)]
-    mixing = mixing_samples(model)
-    if not sketches or not mixing:
-        return
-    first = next(iter(mixing))
-    more = f", and {len(mixing) - 1} more" if len(mixing) > 1 else ""
-    yield Finding(
-        "harm",
-        first,
-        f"{type(mixing[first]).__name__} in training mode{more}: it mixes samples, and "
-        f"{sketches[0]!r} drops some; the noise can ruin such a network",
-        "put it into eval mode, use LayerNorm or GroupNorm, or stay exact",
-    )
-
-
 def drops_rows(sketch: AnySketch | None) -> bool:
     """Whether some rows of G are zero in what goes on below; not behind a block's residual."""
     if isinstance(sketch, Split):
@@ -166,50 +100,24 @@ def drops_rows(sketch: AnySketch | None) -> bool:
     return isinstance(sketch, RowSketch) and "G" in sketch.sees and not exact
 
 
-def _left_exact(choice: Choice) -> Iterator[Finding]:
+def _of_model(model: nn.Module, choice: Choice) -> Iterator[Finding]:
+    """What mixes samples, what the sketch cannot take, and kept tokens that have few blocks."""
+    dropping, mixing = next(filter(drops_rows, choice.taken.values()), None), mixing_samples(model)
+    if dropping is not None and mixing:
+        first = next(iter(mixing))
+        more = f", and {len(mixing) - 1} more" if len(mixing) > 1 else ""
+        yield Finding(
+            "harm",
+            first,
+            f"{type(mixing[first]).__name__} in training mode{more}: it mixes samples, and "
+            f"{dropping!r} drops some; the noise can ruin such a network",
+            "put it into eval mode, use LayerNorm or GroupNorm, or stay exact",
+        )
     named = {name for name, _ in choice.problems}
     for name, reason in choice.refused.items():
         if name not in named:
             what, _, fix = reason.partition("; ")
             yield Finding("waste", name, f"stays exact: {what}", fix)
-
-
-def _in_eval_mode(model: nn.Module, choice: Choice) -> Iterator[Finding]:
-    for name, (layer, _) in _taken(choice).items():
-        if model.training and not layer.training:
-            text = "in eval mode while the model trains, where nothing is sketched"
-            yield Finding("waste", name, text, f"{name}.train(), or leave it out")
-
-
-def _lazy(model: nn.Module) -> Iterator[Finding]:
-    for name, module in model.named_modules():
-        if any(isinstance(p, UninitializedParameter) for p in module._parameters.values()):
-            text = f"{type(module).__name__} has no shape yet and is not taken"
-            yield Finding("waste", name, text, "run one batch before sketch_")
-
-
-def _shared(model: nn.Module, choice: Choice) -> Iterator[Finding]:
-    """Weights that an exact module uses too."""
-    taken = _taken(choice)
-    inner = {m for layer, _ in taken.values() for m in layer.modules()}
-    users: dict[Tensor, str] = {}
-    for name, module in model.named_modules():
-        if module not in inner:
-            own = module._parameters.values()
-            users.update({p: name for p in own if p is not None})
-    for name, (layer, _) in taken.items():
-        shared = [users[p] for p in layer.parameters() if p in users]
-        if shared:
-            yield Finding(
-                "waste",
-                name,
-                f"its weight is that of {shared[0]!r} too, which stays exact: their gradients are "
-                "added, and the noise of the one is in both",
-                f"leave it exact, {{{name!r}: None}}",
-            )
-
-
-def _single_block(model: nn.Module, choice: Choice) -> Iterator[Finding]:
     if len(choice.blocks) == 1 and choice.blocks <= set(blocks_of(model)):
         yield Finding(
             "waste",
@@ -218,10 +126,6 @@ def _single_block(model: nn.Module, choice: Choice) -> Iterator[Finding]:
             "token is dropping its label, and nothing below gains from it",
             "ask advise(model, loss_fn, batches)",
         )
-
-
-def _no_block(choice: Choice) -> Iterator[Finding]:
-    """Kept tokens that found no block of theirs."""
     if choice.stray is not None:
         yield Finding(
             "waste",
@@ -232,12 +136,58 @@ def _no_block(choice: Choice) -> Iterator[Finding]:
         )
 
 
-def _tiny(choice: Choice, rows: int) -> Iterator[Finding]:
-    for name, (layer, _) in _taken(choice).items():
+def _of_modules(model: nn.Module, choice: Choice) -> Iterator[Finding]:
+    """Blocks to which ``fully_shard`` gave another class, and layers without a shape."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        parents = [p for p in kind.__mro__[1:] if issubclass(p, nn.Module) and block_class(p)]
+        shards = any(parent.__name__ == "FSDPModule" for parent in kind.__mro__)
+        wanted = choice.blocks or choice.stray is not None
+        if wanted and parents and shards and not issubclass(kind, SketchedBlock):
+            text = (
+                f"a {parents[0].__name__} that fully_shard has wrapped, and kept tokens do not "
+                "know it any more"
+            )
+            yield Finding("error", name, text, "call sketch_ first, then fully_shard")
+        if any(isinstance(p, UninitializedParameter) for p in module._parameters.values()):
+            text = f"{kind.__name__} has no shape yet and is not taken"
+            yield Finding("waste", name, text, "run one batch before sketch_")
+
+
+def _of_layers(model: nn.Module, choice: Choice, rows: int | None) -> Iterator[Finding]:
+    """Of each that is taken: whether its weight is whole, its own, used and large enough."""
+    taken = {name: (choice.layers[name], s) for name, s in choice.taken.items() if s is not None}
+    inner = {m for layer, _ in taken.values() for m in layer.modules()}
+    users = {
+        p: name
+        for name, module in model.named_modules()
+        if module not in inner
+        for p in module._parameters.values()
+    }
+    # Parameters of ``fully_shard`` are whole wherever a layer meets them.
+    shards: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    whole = {p for m in model.modules() if isinstance(m, shards) for p in m.parameters()}
+    for name, (layer, sketch) in taken.items():
+        spread = [p for p in layer.parameters() if hasattr(p, "placements") and p not in whole]
+        if spread and not sketch.keeps_all(sys.maxsize, sys.maxsize, sys.maxsize):
+            placements = tuple(getattr(spread[0], "placements", ()))
+            text = f"its weight is tensor-parallel, a DTensor with placements {placements}"
+            yield Finding("error", name, text, TENSOR_PARALLEL)
+        if model.training and not layer.training:
+            text = "in eval mode while the model trains, where nothing is sketched"
+            yield Finding("waste", name, text, f"{name}.train(), or leave it out")
+        if shared := [users[p] for p in layer.parameters() if p in users]:
+            yield Finding(
+                "waste",
+                name,
+                f"its weight is that of {shared[0]!r} too, which stays exact: their gradients are "
+                "added, and the noise of the one is in both",
+                f"leave it exact, {{{name!r}: None}}",
+            )
         kind = known_class(type(layer))
         assert kind is not None
-        flops = sum(size.exact_flops for size in kind.sizes(layer, rows))
-        if flops < TINY:
+        flops = sum(size.exact_flops for size in kind.sizes(layer, rows or 0))
+        if rows and flops < TINY:
             what = "block" if issubclass(kind, SketchedBlock) else "layer"
             text = f"a tiny {what}: {flops / 1e6:.2g} MFLOP backward at {rows} rows"
             yield Finding("waste", name, text, "leave it exact, or ask plan what it gains")

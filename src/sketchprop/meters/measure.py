@@ -248,8 +248,6 @@ def measure(
     draws: int | None = None,
     split: bool = True,
     rounds: int = 7,
-    times: Times | tuple[float, float] | None = None,
-    overhead: float = 0.0,
     seed: int = 0,
     minutes: float | None = None,
     progress: Progress | None = None,
@@ -264,8 +262,8 @@ def measure(
     (``split``; see ``sketchprop.meters.noise.variance``). Sketching pays if
     ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), g the mean gradient: the verdict, by time and by FLOPs.
     ``draws`` for each batch; ``None`` lets a pilot choose. ``rounds`` of exact and sketched steps
-    are timed in turns (0: none); ``times=(exact, sketched)`` are seconds measured elsewhere;
-    ``overhead``: seconds of a step that are not in ``loss_fn`` and backward (optimizer, data).
+    are timed in turns (0: none), without optimizer and data; for seconds measured elsewhere ask
+    ``meters.criterion``, with the report's ``relative``.
 
     Costs about draws × batches × (sketched layers) steps; without ``split`` draws × batches.
     ``minutes``: about how long it may take; draws, and if need be the split, are given up for it.
@@ -279,8 +277,6 @@ def measure(
     batches = list(batches)
     if minutes is not None:
         check_minutes(minutes, 2)
-    if isinstance(times, tuple):
-        times = Times.given(*times)
     end = math.inf if minutes is None else monotonic() + 60 * minutes
     with restored(model, sketch, planner) as buffers:
         if minutes is not None:
@@ -301,13 +297,14 @@ def measure(
         with exact(model):
             exact_memory = saved_bytes(model, loss_fn, batches[0])
         sketched_memory = saved_bytes(model, loss_fn, batches[0])
-        if times is None and rounds:
+        times = by_time = None
+        if rounds:
             least = rounds if minutes is None else min(rounds, 2)
             remaining = max(0.0, end - monotonic())
             times = step_times(model, loss_fn, batches[0], (least, rounds), remaining)
-    if times is not None:
-        times = times.with_overhead(overhead)
     relative, signal = variance.relative, variance.relative_signal
+    if times is not None:
+        by_time = criterion(relative, times.ratio, times.ratio_error, signal=signal)
     return MeasureReport(
         variance=variance,
         flops=flops,
@@ -315,9 +312,7 @@ def measure(
         sketched_memory=sketched_memory,
         times=times,
         by_flops=criterion(relative, flops.step_ratio, basis="FLOPs", signal=signal),
-        by_time=None
-        if times is None
-        else criterion(relative, times.ratio, times.ratio_error, signal=signal),
+        by_time=by_time,
     )
 
 

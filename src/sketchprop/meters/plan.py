@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -107,7 +107,7 @@ class PlanReport(Report):
 
 def plan(
     model: nn.Module,
-    loss_fn: Loss | None,
+    loss_fn: Loss,
     batch: Any,
     *,
     sketch: AnySketch | None = None,
@@ -116,20 +116,18 @@ def plan(
 ) -> PlanReport:
     """A line for each layer that can be sketched: its share of backward, what a sketch saves.
 
-    ``loss_fn(model, batch)`` as in ``measure``; for ``None`` the model is called with ``batch``
-    (a tuple as arguments, a dict as keywords) and the mean square of its output is taken: times
-    depend on shapes alone. ``sketch`` is the one to try, Tokens(0.3) unless given; worthwhile are
-    only layers that ``sketch_(model, sketch, filter_fn)`` takes: by default not the last one.
+    ``loss_fn(model, batch)`` as in ``measure``. ``sketch`` is the one to try, Tokens(0.3) unless
+    given; worthwhile are only layers that ``sketch_(model, sketch, filter_fn)`` takes: by default
+    not the last one.
 
     Each layer's backward is timed on this machine, alone, at the shapes it has in the model,
     exact and sketched in ``rounds`` of turns. Layers of equal shapes are timed once. The model is
     left as it was.
 
-        report = plan(model, None, x)
+        report = plan(model, loss_fn, batch)
         sketch_(model, report.worthwhile)
     """
     sketch = sketch or Tokens(0.3)
-    loss_fn = loss_fn or _mean_square
     choice = choose(model, sketch, filter_fn)
     layers = {layer: name for name, layer in choice.layers.items()}
     reasons = {name: choice.refused.get(name, NOT_TAKEN) for name in choice.layers}
@@ -144,27 +142,34 @@ def plan(
         run = partial(torch.autograd.grad, value, parameters, allow_unused=True, retain_graph=True)
         with no_gradient_hooks(parameters):
             backward = median(in_turns([run], rounds, value.device)[0])
+        device = value.device
         del value, run
-        uses = [use for use in uses if use.exact_flops]
+        uses = [use for use in uses if any(product.sides for product in use.products)]
         if not uses:
             raise ValueError("no layer that can be sketched takes part in this backward pass")
         times: dict[object, Times] = {}
         lines = tuple(
-            _line([use for use in uses if use.name == name], sketch, reasons[name], rounds, times)
+            _line([u for u in uses if u.name == name], sketch, reasons[name], rounds, times, device)
             for name in dict.fromkeys(use.name for use in uses)
         )
     return PlanReport(sketch, backward, lines)
 
 
 def _line(
-    uses: list[Use], sketch: AnySketch, reason: str, rounds: int, known: dict[object, Times]
+    uses: list[Use],
+    sketch: AnySketch,
+    reason: str,
+    rounds: int,
+    known: dict[object, Times],
+    device: torch.device,
 ) -> LayerPlan:
-    """``reason``: why ``sketch_`` does not take it, empty if it does; ``known``: times so far."""
+    """``reason``: why ``sketch_`` does not take it, empty if it does; ``known``: times so far;
+    ``device``: that of the loss, for what has no weight."""
     use = uses[0]
     able = reason in ("", NOT_TAKEN)
     key = (type(use.layer), use.products, _signature(use), able)
     if key not in known:
-        device = next(use.layer.parameters()).device
+        device = next((p.device for p in use.layer.parameters()), device)
         # What the sketch cannot take is compared with itself.
         actions = [_backward(use, s, device) for s in (None, sketch if able else None)]
         known[key] = compare(*in_turns(actions, rounds, device))
@@ -227,21 +232,3 @@ def _signature(use: Use) -> object:
         (tuple(x.shape), x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
         for x in leaves
     )
-
-
-def _mean_square(model: nn.Module, batch: Any) -> Tensor:
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    elif isinstance(batch, tuple):
-        output = model(*batch)
-    else:
-        output = model(batch)
-    if isinstance(output, Mapping):
-        output = dict(output)  # the outputs of transformers are no dicts to pytree
-    tensors = [x for x in torch.utils._pytree.tree_leaves(output) if _differentiable(x)]
-    if not tensors:
-        raise ValueError(
-            "the model's output has no tensor to start backward from; give a loss: "
-            "plan(model, loss_fn, batch) with loss_fn(model, batch)"
-        )
-    return torch.stack([x.float().square().mean() for x in tensors]).sum()

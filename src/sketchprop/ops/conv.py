@@ -102,10 +102,8 @@ def sketched_conv(
         weight_shape=weight.shape,
         channels_first=x.is_contiguous(),
     )
-    if "G" not in sketch.sees or (isinstance(sketch, Split) and sketch.forward is not None):
-        raise TypeError(only_linear(sketch))
-    if not geometry.pointwise and not fits_kernels(sketch):
-        raise TypeError(only_columns(sketch))
+    if reason := conv_refusal(sketch, geometry.pointwise):
+        raise TypeError(reason)
     n, d = weight.shape[0], weight[0].numel()
     rows = x.shape[0] * math.prod(geometry.output(tuple(x.shape[2:])))
     if not records(x, weight, bias) or rows <= 0 or sketch.keeps_all(rows, n, d):
@@ -115,20 +113,13 @@ def sketched_conv(
     return sketched(x, weight, bias, form, Method(sketch, planner, uniforms))
 
 
-def fits_kernels(sketch: LayerSketch) -> bool:
-    """Whether ``sketch`` keeps whole channels or whole samples, as kernels need."""
-    if isinstance(sketch, Rows):
-        return sketch.whole_samples(pixels=True) and sketch.sees == "G" and sketch.then is None
-    return isinstance(sketch, ColumnSketch)
-
-
-def only_linear(sketch: LayerSketch) -> str:
-    """Why ``sketch`` cannot take any convolution."""
-    return f"{sketch!r} keeps rows of the input: it takes linear layers and attention only"
-
-
-def only_columns(sketch: LayerSketch) -> str:
-    """Why ``sketch`` cannot take a convolution with a kernel."""
+def conv_refusal(sketch: LayerSketch, pointwise: bool) -> str:
+    """Why ``sketch`` cannot take a convolution, with a kernel or ``pointwise``; empty if it can."""
+    if "G" not in sketch.sees or (isinstance(sketch, Split) and sketch.forward is not None):
+        return f"{sketch!r} keeps rows of the input: it takes linear layers and attention only"
+    whole = isinstance(sketch, Rows) and sketch.whole_samples(pixels=True) and sketch.sees == "G"
+    if pointwise or whole or isinstance(sketch, ColumnSketch):
+        return ""
     return (
         f"{sketch!r} does not keep whole output channels or samples: it takes convolutions of "
         "kernel 1 without padding; for others use a column sketch, for example L1, or whole "

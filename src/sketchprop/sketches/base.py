@@ -6,11 +6,16 @@ from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
-from ..core.checks import check_budget, check_sampling
+from ..core.checks import SAMPLINGS, check_budget, check_choice
 from ..core.cost import Cost, Size
 from ..core.samples import Samples
 from ..core.sampling import Atoms, Uniforms, draw_uniforms
 from ..core.vjp import CompactGradient, Vjp
+
+NOT_LASTING = (
+    "draws from the rows of one gradient: its atoms cannot come from an earlier one or from a part "
+    "of it; use a sketch of columns or directions, for example L1(0.1)"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,7 +42,7 @@ class Sketch(ABC):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", check_budget(self.budget))
-        check_sampling(self.sampling)
+        check_choice("sampling", self.sampling, SAMPLINGS)
 
     @abstractmethod
     def atoms(self, vjp: Vjp) -> Atoms:
@@ -53,10 +58,7 @@ class Sketch(ABC):
 
     def lasting_atoms(self, vjp: Vjp) -> Atoms:
         """Atoms for any gradient like this one, with as many columns and any number of rows."""
-        raise TypeError(
-            f"{self!r} draws from the rows of one gradient, and they are no other's: its atoms "
-            "cannot be used again; use a sketch of columns or directions, for example L1(0.1)"
-        )
+        raise TypeError(f"{self!r} {NOT_LASTING}")
 
     def __call__(self, vjp: Vjp, uniforms: Uniforms = draw_uniforms) -> CompactGradient:
         """Draws Ĝ."""
@@ -73,15 +75,17 @@ class Sketch(ABC):
             return self.budget * atoms
         return max(1, round(self.budget * atoms))
 
+    def rank_of(self, B: int, n: int, d: int) -> float | int:
+        """How many of the atoms of ``G: [B, n]`` are kept."""
+        return self.rank(self.atom_count(B, n, d))
+
     def keeps_all(self, B: int, n: int, d: int) -> bool:
         """Whether nothing would be dropped: then the exact products are the ones to compute."""
-        atoms = self.atom_count(B, n, d)
-        return self.rank(atoms) >= atoms
+        return self.rank_of(B, n, d) >= self.atom_count(B, n, d)
 
     def kept(self, B: int, n: int, d: int) -> float:
         """The share of the atoms that a draw keeps."""
-        atoms = self.atom_count(B, n, d)
-        return self.rank(atoms) / max(1, atoms)
+        return self.rank_of(B, n, d) / max(1, self.atom_count(B, n, d))
 
     def saved_share(self, B: int) -> float:
         """The share of X's rows that dW keeps in memory until backward."""

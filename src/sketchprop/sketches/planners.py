@@ -11,17 +11,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from ..core.checks import check_share, check_steps
+from ..core.checks import check_count, check_share
 from ..core.cost import Cost, Size
 from ..core.importance import column_sums
 from ..core.sampling import Atoms
 from ..core.vjp import Vjp
-from .base import Sketch
+from .base import NOT_LASTING, Sketch
 from .split import LayerSketch
 
 STALE_FLOOR = 0.1
@@ -58,29 +58,44 @@ class Planner(ABC):
         return twin
 
 
-class _Lasting(Planner):
-    """Atoms for any gradient like this one, from a share of the ``rows`` of G, for ``steps``."""
+@dataclass
+class Every(Planner):
+    """New atoms every so many ``steps``, and the same ones in between.
+
+    ``rows``: made from a share (a float in (0, 1]) or a number (an int) of the rows of G, evenly
+    spaced: ``Every(1, rows=0.1)`` looks at a tenth of them in each step.
+
+    >>> Every(50)
+    Every(steps=50, rows=1.0)
+    """
 
     steps: int
-    rows: float | int
+    rows: float | int = 1.0
+    _known: dict[Sketch, tuple[Any, int, Atoms]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """The shape of gradients that atoms were made for, how often they were used, and they."""
 
     def __post_init__(self) -> None:
-        check_steps("steps", self.steps)
+        check_count("steps", self.steps, "a number of steps")
         check_share("rows", self.rows)
 
-    def make(self, sketch: Sketch, vjp: Vjp) -> Atoms:
-        """New atoms, with a floor under p."""
-        some_rows = vjp.G[..., :: self._stride(vjp.G.shape[-2]), :]
-        return floored(sketch.lasting_atoms(vjp._replace(G=some_rows)))
+    def atoms(self, sketch: Sketch, vjp: Vjp) -> Atoms:
+        G = vjp.G
+        now = (G.shape[:-2], G.shape[-1], G.dtype, G.device)
+        made_for, uses, atoms = self._known.get(sketch, (None, 0, None))
+        if atoms is None or made_for != now or uses >= self.steps:
+            some_rows = G[..., :: self._stride(G.shape[-2]), :]
+            uses, atoms = 0, floored(sketch.lasting_atoms(vjp._replace(G=some_rows)))
+        self._known[sketch] = (now, uses + 1, atoms)
+        return seen_now(atoms, G)
+
+    def forget(self) -> None:
+        self._known = {}
 
     def refusal(self, sketch: Sketch) -> str:
-        if type(sketch).lasting_atoms is not Sketch.lasting_atoms:
-            return ""
-        return (
-            f"{sketch!r} draws from the rows of one gradient: its atoms cannot come from an "
-            "earlier one or from a part of it; use a sketch of columns or directions, for example "
-            "L1(0.1)"
-        )
+        lasting = type(sketch).lasting_atoms is not Sketch.lasting_atoms
+        return "" if lasting else f"{sketch!r} {NOT_LASTING}"
 
     def cost(self, sketch: LayerSketch, size: Size) -> Cost:
         whole = sketch.cost(size, lasting=True)
@@ -97,48 +112,6 @@ class _Lasting(Planner):
     def _stride(self, B: int) -> int:
         wanted = self.rows if isinstance(self.rows, int) else self.rows * B
         return max(1, int(B // max(1, wanted)))
-
-
-@dataclass
-class Fresh(_Lasting):
-    """New atoms in each step, from a share of the rows of G.
-
-    ``rows``: the share (a float in (0, 1]) or the number (an int) of rows, evenly spaced.
-    """
-
-    steps: ClassVar[int] = 1  # type: ignore[misc]
-    rows: float | int = 1.0
-
-    def atoms(self, sketch: Sketch, vjp: Vjp) -> Atoms:
-        return seen_now(self.make(sketch, vjp), vjp.G)
-
-
-@dataclass
-class Every(_Lasting):
-    """New atoms every so many ``steps``, and the same ones in between; ``rows`` as in ``Fresh``.
-
-    >>> Every(50)
-    Every(steps=50, rows=1.0)
-    """
-
-    steps: int
-    rows: float | int = 1.0
-    _known: dict[Sketch, tuple[Any, int, Atoms]] = field(
-        init=False, repr=False, compare=False, default_factory=dict
-    )
-    """The shape of gradients that atoms were made for, how often they were used, and they."""
-
-    def atoms(self, sketch: Sketch, vjp: Vjp) -> Atoms:
-        G = vjp.G
-        now = (G.shape[:-2], G.shape[-1], G.dtype, G.device)
-        made_for, uses, atoms = self._known.get(sketch, (None, 0, None))
-        if atoms is None or made_for != now or uses >= self.steps:
-            uses, atoms = 0, self.make(sketch, vjp)
-        self._known[sketch] = (now, uses + 1, atoms)
-        return seen_now(atoms, G)
-
-    def forget(self) -> None:
-        self._known = {}
 
 
 def floored(atoms: Atoms) -> Atoms:

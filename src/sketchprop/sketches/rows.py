@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core import importance
 from ..core.checks import check_choice
-from ..core.compact import InputRowAtoms, RowAtoms, SketchedRowAtoms
+from ..core.compact import InputRowAtoms, RowAtoms
 from ..core.cost import Cost, Size, drawing_flops
 from ..core.probabilities import solve_dtype, water_fill, wide_dtype
 from ..core.samples import Samples
@@ -102,9 +102,6 @@ class Rows(RowSketch):
     or dropped together, so that zero rows survive attention and convolutions; p is then from
     √Σ of the squares of its rows. ``None``: samples in convolutions, tokens elsewhere.
 
-    ``then``: the kept rows sketched once more, for example by columns: ``Rows(0.3,
-    then=L1(0.3))`` multiplies 0.09 of G. Still unbiased: E[Ĝ | rows] has the mean G.
-
     >>> G = torch.zeros(100, 8)
     >>> G[[3, 50, 97]] = 1.0
     >>> Rows(0.1)(Vjp(G)).dense().equal(G)
@@ -114,7 +111,6 @@ class Rows(RowSketch):
     _: KW_ONLY
     by: str = "gradient"
     unit: str | None = None
-    then: Sketch | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,18 +118,13 @@ class Rows(RowSketch):
         if self.by == "nonzero":
             object.__setattr__(self, "sampling", "independent")  # coins that are sure
         check_choice("unit", self.unit, _UNITS)
-        if self.then is not None and not (isinstance(self.then, Sketch) and "G" in self.then.sees):
-            raise TypeError(
-                f"then={self.then!r} does not sketch a gradient; give for example then=L1(0.3)"
-            )
 
     def __repr__(self) -> str:
         return as_call(self, hidden="sampling" if self.by == "nonzero" else "")
 
     @property
     def sees(self) -> str:  # type: ignore[override]
-        looks = "GX" if self.by == "gradient_input" else "G"
-        return looks + ("" if self.then is None else self.then.sees)
+        return "GX" if self.by == "gradient_input" else "G"
 
     def whole_samples(self, pixels: bool) -> bool:
         """Whether a unit is a sample, in a layer whose rows are pixels or are not."""
@@ -152,9 +143,7 @@ class Rows(RowSketch):
         units = samples.units(whole, roots.device)
         rank = self.rank(roots.shape[-1])
         p = roots.to(wide_dtype(roots)) if self.by == "nonzero" else water_fill(roots, rank)
-        if self.then is None:
-            return RowAtoms(p, rank, self.sampling, units)
-        return SketchedRowAtoms(p, rank, self.sampling, units, then=self.then)
+        return RowAtoms(p, rank, self.sampling, units)
 
     def importance(self, vjp: Vjp) -> Tensor:
         return self.roots(vjp).square()
@@ -175,19 +164,12 @@ class Rows(RowSketch):
     def keeps_all(self, B: int, n: int, d: int) -> bool:
         if self.by == "nonzero":
             return torch.compiler.is_compiling()
-        rows_stay = super().keeps_all(B, n, d)
-        return rows_stay and (self.then is None or self.then.keeps_all(B, n, d))
+        return super().keeps_all(B, n, d)
 
     def cost(self, size: Size, *, lasting: bool = False) -> Cost:
         rows = super().cost(size)
-        if not size.sides:
-            return rows
-        if self.by == "gradient_input":
-            rows = rows.plus(Cost(0, 2 * size.B * size.d))
-        if self.then is None:
-            return rows
-        kept = size._replace(B=max(1, round(self.rank(size.B))))
-        return rows._replace(products=0.0).plus(self.then.cost(kept))
+        reads_input = self.by == "gradient_input" and size.sides
+        return rows.plus(Cost(0, 2 * size.B * size.d)) if reads_input else rows
 
 
 @dataclass(frozen=True, repr=False)

@@ -77,14 +77,20 @@ class Factored(Atoms):
 
 @dataclass(frozen=True, repr=False)
 class SpectralSketch(Sketch):
-    """Atoms are rank-one: Ĝ = Σ (1/pᵢ)·leftᵢ rightᵢᵀ over the kept directions."""
+    """Atoms are rank-one: Ĝ = Σ (1/pᵢ)·leftᵢ rightᵢᵀ over the kept directions.
+
+    The budget is the paper's r/n: r = budget · n directions, and at most the min(B, n) there are.
+    """
 
     def atom_count(self, B: int, n: int, d: int) -> int:
         return min(B, n)
 
-    def probabilities_of(self, w: Tensor) -> tuple[Tensor, float, str]:
+    def rank_of(self, B: int, n: int, d: int) -> float | int:
+        return min(self.rank(n), self.atom_count(B, n, d))
+
+    def probabilities_of(self, w: Tensor, n: int) -> tuple[Tensor, float, str]:
         """What every kind of atoms begins with, from the importance w of each."""
-        rank = self.rank(w.shape[-1])
+        rank = self.rank_of(w.shape[-1], n, 0)
         return water_fill(w.sqrt(), rank), rank, self.sampling
 
     def cost(self, size: Size, *, lasting: bool = False) -> Cost:
@@ -92,7 +98,7 @@ class SpectralSketch(Sketch):
             return Cost(0)
         B, n, d, *_ = size
         m = n if lasting else min(B, n)
-        r = self.rank(m)
+        r = self.rank_of(m, n, d)
         products = 2 * r * d * (B + n) * size.sides  # dX = left (right W), dW = rightᵀ (leftᵀ X)
         drawing = drawing_flops(m, r, self.sampling) + r * B
         return Cost(products, drawing=drawing).plus(self.solving(size, m, lasting))
@@ -118,20 +124,20 @@ class GradientSVD(SpectralSketch):
         if G.shape[-2] > G.shape[-1]:
             return self.lasting_atoms(vjp)
         w, P = descending_eigen(G @ G.mT)
-        return ColumnSpace(*self.probabilities_of(self._importance(w)), P=P)
+        return ColumnSpace(*self.probabilities_of(self._importance(w), G.shape[-1]), P=P)
 
     def lasting_atoms(self, vjp: Vjp) -> RowSpace:
         G = vjp.G.to(solve_dtype(vjp.G))
         w, V = descending_eigen(G.mT @ G)
-        return RowSpace(*self.probabilities_of(self._importance(w)), A=V, B=V)
+        return RowSpace(*self.probabilities_of(self._importance(w), G.shape[-1]), A=V, B=V)
 
     def _importance(self, w: Tensor) -> Tensor:
         w = positive(w)
         return w.sqrt() if self.root else w
 
     def solving(self, size: Size, m: int, lasting: bool) -> Cost:
-        Bn = size.B * size.n
-        products = {"scoring_products": 2 * m * Bn, "drawing_products": 2 * self.rank(m) * Bn}
+        Bn, r = size.B * size.n, self.rank_of(m, size.n, size.d)
+        products = {"scoring_products": 2 * m * Bn, "drawing_products": 2 * r * Bn}
         return Cost(0, EIGEN_FLOPS * m**3, **products)
 
 
@@ -158,11 +164,11 @@ class RankConstrained(SpectralSketch):
         W = vjp.weight(self).to(G.dtype)
         if G.shape[-2] <= G.shape[-1]:
             w, P = self._solve(G, W)
-            return ColumnSpace(*self.probabilities_of(w), P=P)
+            return ColumnSpace(*self.probabilities_of(w, G.shape[-1]), P=P)
         packed, tau = torch.geqrf(G)
         R = packed[..., : G.shape[-1], :].triu()
         w, U = self._solve(R, W)  # the same problem for the small square R
-        return Factored(*self.probabilities_of(w), U=U, R=R, packed=packed, tau=tau)
+        return Factored(*self.probabilities_of(w, G.shape[-1]), U=U, R=R, packed=packed, tau=tau)
 
     def lasting_atoms(self, vjp: Vjp) -> RowSpace:
         G = vjp.G.to(solve_dtype(vjp.G))
@@ -173,7 +179,9 @@ class RankConstrained(SpectralSketch):
         roots = (energies.nan_to_num().clamp(min=0) + ridge).sqrt().unsqueeze(-2)
         half, inverse = (V * roots) @ V.mT, (V / roots) @ V.mT
         w, U = self._solve(half, vjp.weight(self).to(G.dtype))
-        return RowSpace(*self.probabilities_of(w + 0 * energies), A=inverse @ U, B=half @ U)
+        return RowSpace(
+            *self.probabilities_of(w + 0 * energies, G.shape[-1]), A=inverse @ U, B=half @ U
+        )
 
     def _solve(self, A: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of A(WWᵀ + αI)Aᵀ."""
@@ -189,7 +197,7 @@ class RankConstrained(SpectralSketch):
 
     def solving(self, size: Size, m: int, lasting: bool) -> Cost:
         B, n, d, *_ = size
-        r = self.rank(m)
+        r = self.rank_of(m, n, d)
         qr = 2 * B * n * n + 4 * B * n * r if n < B and not lasting else 0
         eigen = (2 if lasting else 1) * EIGEN_FLOPS * m**3
         ridge, ridge_products = (0, 0) if self.paper else (2 * n * d, 2 * m * m * n)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 
-from ..core.checks import check_budget
+from ..core.checks import check_budget, check_choice
 from ..core.cost import Cost, Size
 from .base import as_call
 from .rows import Rows
 
-SAVES = ("activations", "input")
+SAVES: Mapping[str | None, str] = {
+    "activations": "fastest",
+    "input": "the memory of activation checkpointing",
+}
 ROOM = 1.25
 """Most queries of one sample, as a multiple of the even share."""
 
@@ -26,11 +30,7 @@ def more(budget: float | int, share: float) -> float:
 
 
 def check_save(save: object) -> None:
-    if save not in SAVES:
-        raise ValueError(
-            f"save={save!r} is unknown; use save='activations' (fastest) or save='input' "
-            "(the memory of activation checkpointing)"
-        )
+    check_choice("save", save, SAVES)
 
 
 @dataclass(frozen=True, repr=False)

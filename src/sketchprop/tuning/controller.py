@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -75,7 +73,6 @@ class Controller:
 
     kinds: list[int]
     budgets: list[float]
-    ladder: tuple[float, ...] = LADDER
     power: float = 1.0
     total: float = 0.0
     noise_rungs: list[float] = field(default_factory=list)
@@ -100,8 +97,7 @@ class Controller:
         In turns, from unit to unit and from probe to probe: at one budget alone a sketch that
         has a fixed cost, and pays only further down, would look as if it never paid.
         """
-        last = len(self.ladder) - 1
-        starts = [self.ladder[min(rungs, last)] for rungs in (FURTHEST, 2 * FURTHEST)]
+        starts = LADDER[FURTHEST], LADDER[2 * FURTHEST]
         turn = len(self.times)
         return [starts[(i + turn) % 2] if p == 1 else p for i, p in enumerate(self.budgets)]
 
@@ -225,23 +221,23 @@ class Controller:
         safe = undrowned(problem, now)
         if safe != now:
             return safe, "the noise drowns the gradient: back to exact"
-        wanted = calmed(problem, best(problem, self.ladder, now), self.ladder)
-        calm = calmed(problem, now, self.ladder) == now
+        wanted = calmed(problem, best(problem, LADDER, now), LADDER)
+        calm = calmed(problem, now, LADDER) == now
         if calm and problem.score(wanted) > (1 - GAIN) * problem.score(now):
             return now, "no move gains enough"
         rungs = [self._no_further(p, q) for p, q in zip(now, wanted, strict=True)]
-        return calmed(problem, rungs, self.ladder), "time × noise is smaller"
+        return calmed(problem, rungs, LADDER), "time × noise is smaller"
 
     def _no_further(self, now: float, wanted: float) -> float:
-        place = self.ladder.index(now) if now in self.ladder else 0
-        return max(wanted, self.ladder[min(place + FURTHEST, len(self.ladder) - 1)])
+        place = LADDER.index(now) if now in LADDER else 0
+        return max(wanted, LADDER[min(place + FURTHEST, len(LADDER) - 1)])
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Controller:
-        return cls(**{**state, "ladder": tuple(state["ladder"])})
+        return cls(**state)
 
 
 def passes(units: int) -> int:
@@ -256,17 +252,6 @@ def affordable(most: int, steps: float) -> int:
     (1, 3, 8)
     """
     return max([n for n in range(1, most + 1) if WANTED * passes(n) <= steps], default=1)
-
-
-def check_ladder(ladder: Sequence[float]) -> tuple[float, ...]:
-    """Falling kept fractions from 1.0 on."""
-    rungs = tuple(float(rung) for rung in ladder)
-    falls = all(a > b > 0 for a, b in itertools.pairwise(rungs))
-    if len(rungs) < 2 or rungs[0] != 1 or not falls:
-        raise ValueError(
-            f"ladder={ladder!r}; give falling kept fractions from 1.0 on, for example {LADDER}"
-        )
-    return rungs
 
 
 def _line(saved: dict[float, float]) -> tuple[float, float]:

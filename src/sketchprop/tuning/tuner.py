@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..core.checks import check_budget
+from ..core.checks import check_budget, check_count
 from ..core.stopwatch import timed
 from ..layers import SketchedModule
 from ..layers.isolation import no_gradient_hooks
 from ..meters.noise.gradients import Gradients, Loss, squared_distance
 from ..meters.noise.pace import Pace, adaptive, noise_by_parameter, ready
 from ..meters.restore import check_model, restored
-from .controller import Controller, Probe, affordable, check_ladder
+from .controller import Controller, Probe, affordable
 from .rule import LADDER
 from .together import agreed, check_plain
 
@@ -42,7 +42,7 @@ class Tuner:
     """Moves the budgets of a sketched model while it trains, so that time × noise is least.
 
     Call it with each step's batch; ``sketch_`` has said before which layers or blocks and by
-    which sketch. It begins with exact gradients (``start``: another rung of the ``ladder``) and
+    which sketch. It begins with exact gradients (``start``: another rung of ``LADDER``) and
     probes from time to time: passes over the batch with one unit sketched, with all, with none,
     timed and compared. From these it takes the budgets for which T·N is least, T(p) the time of a
     step and N(p) = ‖g‖² + σ² + V(p), see ``sketchprop.tuning.rule``. Probes take at most
@@ -81,7 +81,6 @@ class Tuner:
         steps: int | None = None,
         share: float = 0.03,
         start: float = 1.0,
-        ladder: Sequence[float] = LADDER,
         groups: int = 8,
         frozen: bool = False,
         writer: Writer | None = None,
@@ -89,15 +88,11 @@ class Tuner:
     ) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"share={share!r} of the time; give for example 0.03")
-        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-            raise ValueError(
-                f"groups={groups!r}; give how many may have budgets of their own, as 8"
-            )
+        check_count("groups", groups, "how many may have budgets of their own")
         check_model(model)
         check_plain(model)
-        self._ladder = check_ladder(ladder)
-        if check_budget(start) not in self._ladder:
-            raise ValueError(f"start={start!r} is no rung of the ladder {self._ladder}")
+        if check_budget(start) not in LADDER:
+            raise ValueError(f"start={start!r} is no rung of the ladder {LADDER}")
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.share, self.frozen, self.writer, self.clock = share, frozen, writer, clock
         # Of sketches that stay as they are all together are probed; then no rung counts.
@@ -124,7 +119,6 @@ class Tuner:
         self.controller = Controller(
             kinds=[kinds.index(kind) for kind in kinds],
             budgets=[self._rung] * len(kinds),
-            ladder=self._ladder,
         )
 
     def expect(self, steps: int) -> None:
@@ -132,8 +126,7 @@ class Tuner:
 
         Three probes at least should fit into their share of it: if need be there are fewer groups.
         """
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps={steps!r}; give how many training has, or None")
+        check_count("steps", steps, "how many training has, or None")
         if self.log:
             raise RuntimeError("the tuner has probed already: say steps= when it is made")
         self.steps = steps

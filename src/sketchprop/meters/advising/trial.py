@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ...core.checks import check_count
 from ...core.random import random_state_kept, seed_generators
 from ...core.stopwatch import timed, unhurried
 from ...core.table import Column, Report, Table, words
@@ -59,8 +60,6 @@ class Way:
     """One way to train, and its curves: one for each repeat, from the same weights."""
 
     name: str
-    line: str
-    """What to paste; empty for exact gradients."""
     curves: tuple[tuple[Moment, ...], ...]
 
     @property
@@ -255,9 +254,8 @@ def trial(
                     run.turn(furthest - run.seconds)
             for run in runs:
                 run.look(stream.held)
-    lines = {candidate.name: candidate.line}
     curves = {name: tuple(tuple(r.curve) for r in runs if r.name == name) for name in names}
-    ways = tuple(Way(name, lines.get(name, ""), curves[name]) for name in names)
+    ways = tuple(Way(name, curves[name]) for name in names)
     return Trial(ways, len(stream.drawn), HELD, clock() - start, busy)
 
 
@@ -397,8 +395,7 @@ def _copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
 
 
 def _check_training(model: nn.Module, optimizer: Any, repeats: int) -> None:
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise ValueError(f"repeats={repeats!r}; give 1, or 2 to know the error")
+    check_count("repeats", repeats, "1, or 2 to know the error")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer={optimizer!r} is no optimizer; give the one that trains the model, for "

@@ -33,13 +33,6 @@ class Times:
     ratio_error: float
     rounds: int
 
-    @classmethod
-    def given(cls, exact: float, sketched: float, ratio_error: float = 0.0) -> Times:
-        """Times that were measured elsewhere, for example on another machine."""
-        if not (exact > 0 and sketched > 0):
-            raise ValueError(f"times must be positive seconds, not {exact!r} and {sketched!r}")
-        return cls(exact, sketched, sketched / exact, ratio_error, 0)
-
     def with_overhead(self, seconds: float) -> Times:
         """The same with ``seconds`` of work in each step that sketches do not touch."""
         whole = self.exact + seconds
