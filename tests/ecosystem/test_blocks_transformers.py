@@ -12,8 +12,10 @@ import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama import modeling_llama
 
 import sketchprop as sp
 from sketchprop import Tokens
@@ -338,3 +340,30 @@ def test_it_compiles_without_a_break(name: str, monkeypatch: pytest.MonkeyPatch)
     grads = [p.grad for p in model.base_model.parameters() if p.grad is not None]
     assert len(grads) >= 10
     assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("what", ["rotary", "sdpa"])
+def test_a_function_replaced_in_its_file_or_registry_leaves_blocks_exact(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of small weights hardly anything is to be seen in the result; all of it in the gradient."""
+    model = sp.sketch_(model_of("Llama without a cache").base_model, Tokens(0.3))
+    ids = batch_for("Llama")["input_ids"]
+    model(ids)  # the first batch has proved the blocks
+    if what == "rotary":
+        rotate = modeling_llama.apply_rotary_pos_emb
+
+        def half(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            q, k = rotate(*args, **kwargs)
+            return 0.5 * q, k
+
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", half)
+    else:
+        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        scaled = lambda *a, **k: attend(*a, **{**k, "scaling": 0.1})  # noqa: E731
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", scaled)
+    q = blocks(model)[0].self_attn.q_proj.weight
+    (drawn,) = torch.autograd.grad(model(ids).last_hidden_state.sum(), q)
+    with sp.exact(model):
+        (truth,) = torch.autograd.grad(model(ids).last_hidden_state.sum(), q)
+    torch.testing.assert_close(drawn, truth)

@@ -49,6 +49,21 @@ def replace_a_method(block: Any) -> None:
     block.attn.__class__ = Swapped
 
 
+class Around(nn.Module):
+    """Attention in a module that has none of its attributes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * self.inner(x)
+
+
+def wrap_attention(block: Any) -> None:
+    block.attn = Around(block.attn)
+
+
 def swap_the_feed_forward_part(block: Any) -> None:
     block.mlp = Mixing(*block.mlp)
 
@@ -66,7 +81,8 @@ def _doubled(self: nn.LayerNorm, x: Tensor) -> Tensor:
 
 
 MUTATIONS: list[Callable[[Any], None]] = [
-    swap_attention, replace_a_method, swap_the_feed_forward_part, swap_dropout, subclass_a_norm,
+    swap_attention, replace_a_method, wrap_attention, swap_the_feed_forward_part, swap_dropout,
+    subclass_a_norm,
 ]  # fmt: skip
 
 
@@ -138,10 +154,52 @@ def test_the_first_batch_finds_an_anatomy_that_is_wrong(kind: Any, reason: str) 
         y = block(x)
     assert torch.equal(y, plain(x))
     assert reason in str(sp.summary(block))
+    torch._dynamo.reset()
+    early = sp.sketch_(copy.deepcopy(plain), Tokens(0.3))
+    with pytest.warns(UserWarning, match="compiled before a batch has proved it"):
+        y = torch.compile(early, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(y, plain(x))
     trusted = sp.sketch_(copy.deepcopy(plain), Tokens(0.3), check=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trusted(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("place", ["", "_ff_block", "norm1.forward", "self_attn.forward"])
+def test_a_method_replaced_after_the_first_batch_is_seen(place: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    twin, x = copy.deepcopy(layer), torch.randn(3, 6, 8, requires_grad=True)
+    sp.sketch_(layer, Tokens(0.3))
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    run(x)
+    for changed in (layer, twin) if place else ():
+        owner, _, name = place.rpartition(".")
+        module = changed.get_submodule(owner)
+        setattr(module, name, functools.partial(_half, getattr(module, name)))
+    torch.testing.assert_close(run(x), twin(x))
+    for model in (run, twin):
+        loss(model, x).backward()
+    drawn = not torch.allclose(layer.linear1.weight.grad, twin.linear1.weight.grad)
+    assert drawn == (place != "_ff_block")
+
+
+def _half(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    y = method(*args, **kwargs)
+    return (0.5 * y[0], *y[1:]) if isinstance(y, tuple) else 0.5 * y
+
+
+def test_attention_that_is_not_torchs_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, x = block_and_input()
+    sp.sketch_(block, Tokens(0.3))(x)
+    half = functools.partial(_half, F.scaled_dot_product_attention)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", half)
+    y = block(x)
+    with sp.exact(block):
+        torch.testing.assert_close(y, block(x))
+    assert "attention was replaced" in block.sketching.note
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

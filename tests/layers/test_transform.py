@@ -120,19 +120,20 @@ def test_exact_ends_when_its_body_raises():
 def test_eval_and_no_grad_are_the_parent_and_leave_the_generator_alone(variant):
     plain, model = build(), sp.sketch_(build(), variant(0.5), everything, planner=variant.planner)
     x, _ = batch()
-    state = torch.get_rng_state()
-    with torch.no_grad():
-        assert torch.equal(model(x), plain(x))
-    with torch.inference_mode():
-        assert torch.equal(model(x), plain(x))
+    sketch, state = variant(0.5), torch.get_rng_state()
+    in_forward = "G" not in sketch.sees or getattr(sketch, "forward", None) is not None
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(model(x), plain(x))
+        # A checkpoint runs so first, and its second pass, with a graph, must draw alike.
+        assert torch.equal(torch.get_rng_state(), state) == (not in_forward)
+    torch.set_rng_state(state)
     model.eval()
     assert torch.equal(model(x), plain(x))
     assert same(gradients(model), gradients(plain))  # eval(): exact gradients too
     assert torch.equal(torch.get_rng_state(), state)
     model.train()
     assert torch.equal(model(x), plain(x))
-    sketch = variant(0.5)
-    in_forward = "G" not in sketch.sees or getattr(sketch, "forward", None) is not None
     assert torch.equal(torch.get_rng_state(), state) == (not in_forward)  # drawn in backward
     assert not same(gradients(model), gradients(plain))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -27,7 +28,7 @@ from ..tokens.parts import Block, BlockTensors, RowBranch
 from ..tokens.rowwise import Chain, Linear, Parameters, RowWise, drops, read
 from ..tokens.unknown import Unknown
 from .adapters import read_lora
-from .sketched import SketchedModule, altered, as_shipped, watched
+from .sketched import SketchedModule, altered, file_as_shipped, of_library, rewritten, watched
 
 RowPart = Callable[[Tensor], Tensor] | RowWise
 """A row-wise part of a block: a module or a function, or its steps where these say more."""
@@ -97,10 +98,11 @@ class SketchedBlock(SketchedModule):
         state, plain = self.sketching, super().forward  # type: ignore[misc]
         if state.proof or not self.is_sketching() or _leaves_a_graph():
             return plain(*args, **kwargs)
-        rewritten = not torch.compiler.is_compiling() and not as_shipped(self.plain)
-        call = "its methods were replaced" if rewritten else self.anatomy(*args, **kwargs)
+        call = self._known(*args, **kwargs)
         if isinstance(call, str) or _keeps_all(state.sketch, call.x):
             self._note(call if isinstance(call, str) else "")
+            return plain(*args, **kwargs)
+        if state.proof is None and torch.compiler.is_compiling() and _unproven(self.plain):
             return plain(*args, **kwargs)
         if state.proof is None and _can_prove(args, kwargs):
             state.proof = self._proof(call, plain, *args, **kwargs)
@@ -109,6 +111,16 @@ class SketchedBlock(SketchedModule):
                 warnings.warn(f"{type(self).__name__} stays exact: {state.proof}", stacklevel=2)
                 return plain(*args, **kwargs)
         return self.result(self.run(call, state.sketch), *args, **kwargs)
+
+    def _known(self, *args: Any, **kwargs: Any) -> Anatomy | str:
+        assert isinstance(self, nn.Module)
+        # Its forward may be: it was called, by what is there in its place.
+        if rewritten(self, self.plain, "forward") or not file_as_shipped(self.plain):
+            return "its methods, or functions of its file, were replaced"
+        try:
+            return self.anatomy(*args, **kwargs)
+        except AttributeError as error:
+            return f"its parts are not those that are known: {error}"
 
     def _proof(self, call: Anatomy, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         """Runs the block both ways on its first batch: why kept tokens are not it; empty if so.
@@ -251,6 +263,8 @@ class SketchedBlock(SketchedModule):
             return "its mask is learned"
         if attention.rotary is not None and any(t.requires_grad for t in attention.rotary):
             return "its rotary angles are learned"
+        if F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
+            return "torch's function for attention was replaced"
         return not_as_known(*call.stands_for)
 
     def _unknown(self, parts: Iterable[RowPart]) -> str:
@@ -369,6 +383,19 @@ def _can_prove(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     plain = (Tensor, int, float, str, tuple, type(None))
     return all(isinstance(value, plain) for value in (*args, *kwargs.values()))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unproven(kind: type) -> bool:
+    """Whether a block that is compiled has nobody to vouch for it: no library, no first batch."""
+    if of_library(kind):
+        return False
+    warnings.warn(
+        f"{kind.__name__} is compiled before a batch has proved it, and stays exact: call the "
+        "model on a batch before torch.compile, or sketch_(..., check=False) if you are sure",
+        stacklevel=2,
+    )
+    return True
 
 
 def _leaves_a_graph() -> bool:

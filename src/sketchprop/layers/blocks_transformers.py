@@ -27,6 +27,7 @@ _HARMLESS = frozenset(
 _ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
 _QKV = ("q_proj", "k_proj", "v_proj")
 _CACHED = "a cache wants its keys; give use_cache=False"
+_SDPA = "transformers.integrations.sdpa_attention"
 _GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Dinov2SwiGLUFFN")
 _CHAINS = {
     "GPT2MLP": ("c_fc", "act", "c_proj", "dropout"),
@@ -192,9 +193,12 @@ def _refused(x: Any, attention: Any, options: dict[str, Any]) -> str:
     """Why a call cannot run on kept tokens; empty if it can."""
     if not isinstance(x, Tensor) or x.is_nested or x.dim() != 3:
         return "its input is not [samples, tokens, features]"
-    if attention.config._attn_implementation not in ("sdpa", "eager"):
-        kind = attention.config._attn_implementation
+    kind = attention.config._attn_implementation
+    if kind not in ("sdpa", "eager"):
         return f"attn_implementation={kind!r}: only 'sdpa' and 'eager' have kept queries"
+    registered = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.get(kind)
+    if registered is not None and registered.__module__ != _SDPA:
+        return f"attn_implementation={kind!r} was registered anew"
     if options.get("encoder_hidden_states") is not None:
         return "cross-attention was asked for"
     for name, value in options.items():

@@ -24,6 +24,7 @@ from torch.utils.module_tracker import ModuleTracker
 from ..core.cost import Cost, Size
 from ..ops import sketched_linear
 from ..sketches import LayerSketch, Planner
+from ..sketches.split import drawn_in_forward
 
 
 @dataclass(eq=False)
@@ -94,9 +95,10 @@ class SketchedModule:
         return self.sketching.sketch
 
     def is_sketching(self) -> bool:
-        """Whether a forward pass now records a sketched backward."""
+        """Whether a forward pass now records a sketched backward, or has to draw its rows."""
         state = self.sketching
-        return self.training and not (state.exact or state.idle) and torch.is_grad_enabled()
+        on = self.training and not (state.exact or state.idle)
+        return on and (torch.is_grad_enabled() or drawn_in_forward(state.sketch) is not None)
 
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
@@ -149,12 +151,16 @@ def altered(module: nn.Module) -> bool:
     """Whether a module does more than its class as shipped: by hooks, or by a method that was
     replaced, on it or on its class."""
     entries = vars(module)
-    kind: Any = type(module)
     if any(entries[name] for name in _HOOKS) or _hooked_everywhere():
         return True
-    if torch.compiler.is_compiling():
-        return "forward" in entries
-    return not entries.keys().isdisjoint(_methods(kind)) or not as_shipped(kind)
+    return rewritten(module, type(module))
+
+
+def rewritten(module: nn.Module, kind: Any, but: str = "") -> bool:
+    """Whether a method of ``kind`` was replaced, on the class or, ``but`` one, on the module."""
+    methods = _methods(kind)
+    # Walked through: a compiled graph is then guarded by the names of all that a module has.
+    return any(n in methods and n != but for n in vars(module)) or not as_shipped(kind)
 
 
 def _hooked_everywhere() -> bool:
@@ -168,29 +174,57 @@ def _hooked_everywhere() -> bool:
     )
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def as_shipped(kind: Any) -> bool:
     """Whether all methods of a class are those of its library: torch, transformers, PEFT, this."""
-    return _are_shipped(kind, tuple(getattr(kind, name) for name in _methods(kind)))
+    return _are_shipped(kind, tuple(getattr(kind, name) for name in _names_of_methods(kind)))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def file_as_shipped(kind: Any) -> bool:
+    """Whether the functions in the file of a library's class are all a library's."""
+    if not of_library(kind):
+        return True
+    entries = vars(sys.modules[kind.__module__]).values()
+    own = [f for f in entries if isfunction(f) and _package(f) not in sys.stdlib_module_names]
+    return all(map(_is_shipped, own))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _methods(kind: Any) -> tuple[str, ...]:
+    return _names_of_methods(kind)
 
 
 @cache
-def _methods(kind: Any) -> tuple[str, ...]:
+def _names_of_methods(kind: Any) -> tuple[str, ...]:
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
     return tuple({n for base in bases for n, f in vars(base).items() if isfunction(f)})
 
 
 @cache
 def _are_shipped(kind: Any, methods: tuple[Any, ...]) -> bool:
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        package = base.__module__.partition(".")[0]
-        root = os.path.dirname(getattr(sys.modules.get(package), "__file__", None) or "")
-        for method in vars(base).values() if package in _LIBRARIES else ():
-            inner: Any = method
-            while isfunction(inner):
-                if not inner.__code__.co_filename.startswith(root):
-                    return False
-                inner = getattr(inner, "__wrapped__", None)
-    return all(isfunction(method) for method in methods)
+    bases = filter(of_library, kind.__mro__[: kind.__mro__.index(nn.Module)])
+    shipped = all(_is_shipped(f) for base in bases for f in vars(base).values() if isfunction(f))
+    return shipped and all(map(isfunction, methods))
+
+
+@cache
+def _is_shipped(function: Any) -> bool:
+    loaded = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
+    roots = tuple(os.path.dirname(str(library.__file__)) + os.sep for library in loaded)
+    if not function.__code__.co_filename.startswith(roots):
+        return False
+    inner = getattr(function, "__wrapped__", None)
+    return not isfunction(inner) or _is_shipped(inner)
+
+
+def of_library(kind: Any) -> bool:
+    """Whether a class is of a library whose blocks and layers are known."""
+    return _package(kind) in _LIBRARIES
+
+
+def _package(thing: Any) -> str:
+    return str(thing.__module__).partition(".")[0]
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

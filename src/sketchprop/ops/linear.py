@@ -10,7 +10,17 @@ from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import Vjp
 from ..sketches import LayerSketch, Planner, Sketch, Split
-from .backward import Form, Method, as_rows, autocast, records, serving, sketched
+from ..sketches.split import drawn_in_forward
+from .backward import (
+    Form,
+    Method,
+    as_rows,
+    autocast,
+    has_rows_to_draw,
+    records,
+    serving,
+    sketched,
+)
 
 
 def sketched_linear(
@@ -31,7 +41,8 @@ def sketched_linear(
     and nothing is drawn. ``planner`` makes the atoms, by default they are new in each step; each
     layer needs its own. ``samples``: which rows belong to one sample, for sketches that keep whole
     samples; by default as the sketch reads the shape. Draws come from the default generator, in
-    backward (of rows of x in forward); ``uniforms`` replaces it, for tests.
+    backward (of rows of x in every forward pass, even where no gradient is wanted: the two passes
+    of a checkpoint draw alike); ``uniforms`` replaces it, for tests.
 
     >>> from sketchprop import L1
     >>> W = torch.randn(64, 784, requires_grad=True)
@@ -48,29 +59,31 @@ def sketched_linear(
         )
     n, d = weight.shape[-2:]
     rows = x.numel() // max(1, d * stack.numel())
-    if not records(x, weight, bias) or rows == 0 or sketch.keeps_all(rows, n, d):
-        return Form(x.shape, stack).forward(x, weight, bias)
+    form = Form(x.shape, stack)
+    if not has_rows_to_draw(x, weight) or rows == 0 or sketch.keeps_all(rows, n, d):
+        return form.forward(x, weight, bias)
     if torch.compiler.is_compiling():
         planner = None  # a step that is compiled may have no side effects
     if samples is None:
         samples = sketch.samples_of(tuple(x.shape[len(stack) : -1]))
-    form = Form(x.shape, stack, samples)
     pair: LayerSketch = sketch
     if isinstance(sketch, Sketch) and "G" not in sketch.sees:
         pair = Split(input=None, weight=sketch)
-    method = Method(pair, planner, uniforms)
-    if not isinstance(pair, Split) or pair.forward is None or pair.forward.keeps_all(rows, n, d):
-        return sketched(x, weight, bias, form, method)
-    if not weight.requires_grad:  # no dW, no rows to save
+    rule, kept = drawn_in_forward(sketch), None
+    if rule is not None and not rule.keeps_all(rows, n, d):
+        with torch.no_grad():
+            X = as_rows(x.detach(), stack)
+            vjp = Vjp(X[..., :0], None, X, samples)
+            plans = serving(planner, rule)
+            atoms = rule.atoms(vjp) if plans is None else plans.atoms(rule, vjp)
+            assert isinstance(atoms, InputRowAtoms)
+            kept = atoms.of_input(X, uniforms)
+    if not records(x, weight, bias):
+        return form.forward(x, weight, bias)
+    if kept is not None and not weight.requires_grad:  # no dW, no rows to save
+        assert isinstance(pair, Split)
         if pair.input is None:
-            return Form(x.shape, stack).forward(x, weight, bias)
-        return sketched(x, weight, bias, form, method._replace(sketch=pair.input))
-    with torch.no_grad():
-        X = as_rows(x.detach(), stack)
-        vjp = Vjp(X[..., :0], None, X, samples)
-        rule = pair.forward
-        plans = serving(planner, rule)
-        atoms = rule.atoms(vjp) if plans is None else plans.atoms(rule, vjp)
-        assert isinstance(atoms, InputRowAtoms)
-        kept = atoms.of_input(X, uniforms)
-    return sketched(x, weight, bias, form, method, kept)
+            return form.forward(x, weight, bias)
+        pair, kept = pair.input, None
+    form = Form(x.shape, stack, samples)
+    return sketched(x, weight, bias, form, Method(pair, planner, uniforms), kept)

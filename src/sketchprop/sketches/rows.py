@@ -180,8 +180,8 @@ class ForwardRows(RowSketch):
 
     Saves r·d instead of B·d numbers for each layer, and 2(B - r)nd FLOPs of dW. What another
     operation keeps alive anyway is not freed: see ``meters.saved_bytes``. The draw is made in
-    forward from the default generator, as dropout's is: activation checkpointing repeats it. For
-    linear layers and attention projections.
+    forward from the default generator, in training mode with a graph or without, as dropout's is:
+    activation checkpointing repeats it. For linear layers and attention projections.
     """
 
     _: KW_ONLY
