@@ -206,3 +206,13 @@ def test_kept_tokens_without_a_block_that_they_know_are_told():
     assert "advise" in text
     model = sp.sketch_(wide(), sp.Tokens(0.3))
     assert (model[0].sketch, type(model[-1])) == (sp.Rows(0.3), nn.Linear)
+
+
+def test_parts_of_a_block_that_stay_exact_are_named():
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    model = nn.Sequential(layer, nn.TransformerEncoderLayer(8, 2, 16))
+    assert not sp.validate(model, sp.Tokens(0.5))
+    layer.linear1.register_forward_hook(lambda *_: None)
+    layer.norm2 = type("Norm", (nn.LayerNorm,), {})(8)
+    found = sp.validate(model, sp.Tokens(0.5))
+    assert [(f.level, f.name) for f in found] == [("waste", "0.linear1"), ("waste", "0.norm2")]

@@ -16,6 +16,7 @@ from .blocks import SketchedBlock
 from .choose import Choice, Filter, choose, known_class
 from .known import block_class
 from .select import blocks_of
+from .sketched import altered, of_library
 
 TINY = 3e7
 """FLOPs of a layer's exact backward, below which a draw costs what it saves: L1(0.1) at
@@ -72,6 +73,7 @@ def findings(model: nn.Module, choice: Choice, rows: int | None = None) -> tuple
         *(Finding("error", name, text) for name, text in choice.problems),
         *_of_model(model, choice),
         *_of_modules(model, choice),
+        *_of_blocks(choice),
         *_of_layers(model, choice, rows),
     ]
     levels = ("error", "harm", "waste")
@@ -152,6 +154,22 @@ def _of_modules(model: nn.Module, choice: Choice) -> Iterator[Finding]:
         if any(isinstance(p, UninitializedParameter) for p in module._parameters.values()):
             text = f"{kind.__name__} has no shape yet and is not taken"
             yield Finding("waste", name, text, "run one batch before sketch_")
+
+
+def _of_blocks(choice: Choice) -> Iterator[Finding]:
+    """Parts of a block that are not those that are known."""
+    for name in sorted(choice.blocks):
+        block = choice.layers[name]
+        known = of_library(type(block))
+        for inner, module in block.named_modules(prefix=name):
+            if module is not block and (
+                altered(module) or (known and not of_library(type(module)))
+            ):
+                text = (
+                    f"{type(module).__name__} has hooks, a forward or a class of its own, and what "
+                    "it is a part of stays exact"
+                )
+                yield Finding("waste", inner, text)
 
 
 def _of_layers(model: nn.Module, choice: Choice, rows: int | None) -> Iterator[Finding]:
