@@ -194,11 +194,10 @@ def _refused(x: Any, attention: Any, options: dict[str, Any]) -> str:
     if not isinstance(x, Tensor) or x.is_nested or x.dim() != 3:
         return "its input is not [samples, tokens, features]"
     kind = attention.config._attn_implementation
-    if kind not in ("sdpa", "eager"):
-        return f"attn_implementation={kind!r}: only 'sdpa' and 'eager' have kept queries"
     registered = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.get(kind)
-    if registered is not None and registered.__module__ != _SDPA:
-        return f"attn_implementation={kind!r} was registered anew"
+    anew = registered is not None and registered.__module__ != _SDPA
+    if kind not in ("sdpa", "eager") or anew:
+        return f"attn_implementation={kind!r}: only its 'sdpa' and 'eager' have kept queries"
     if options.get("encoder_hidden_states") is not None:
         return "cross-attention was asked for"
     for name, value in options.items():
