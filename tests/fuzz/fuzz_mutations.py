@@ -33,7 +33,7 @@ class Wrapped(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.eps = inner, getattr(inner, "eps", None)  # torch asks in eval mode
         self.gain = nn.Parameter(torch.full((), 1.5))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import sketchprop as sp
 from law_table import METHODS
 from sketchprop.core.enumeration import expectation
 from sketchprop.ops.gate import unfit
-from sketchprop.sketches import Every, Fresh
+from sketchprop.sketches import Every
 
 SHAPE = (3, 4, 5, 3)
 FITTING = [method for method in METHODS if not unfit(method(2))]
@@ -19,7 +19,6 @@ SKETCHES = [
     *(method(2) for method in FITTING),
     *(method(0.5, sampling="independent") for method in FITTING),
     sp.Rows(2, unit="sample"),
-    sp.Rows(0.5, then=sp.L1(0.5)),
 ]
 every_dim = pytest.mark.parametrize("dim", [-1, 0, 1, 2])
 every_sketch = pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
@@ -46,7 +45,7 @@ def test_the_mean_is_the_gradient(sketch, dim):
 
 
 @every_dim
-@pytest.mark.parametrize("planner", [Every(3, rows=0.5), Fresh(rows=0.5)], ids=repr)
+@pytest.mark.parametrize("planner", [Every(3, rows=0.5)], ids=repr)
 @pytest.mark.parametrize("method", [sp.L1, sp.Diagonal, sp.GradientSVD])
 def test_so_it_is_with_atoms_of_an_earlier_gradient(method, planner, dim):
     G = gradient()

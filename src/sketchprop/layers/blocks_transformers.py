@@ -196,8 +196,8 @@ def _refused(x: Any, attention: Any, options: dict[str, Any]) -> str:
     kind = attention.config._attn_implementation
     registered = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.get(kind)
     anew = registered is not None and registered.__module__ != _SDPA
-    if kind not in ("sdpa", "eager") or anew:
-        return f"attn_implementation={kind!r}: only its 'sdpa' and 'eager' have kept queries"
+    if anew or kind not in ("sdpa", "eager"):
+        return f"attn_implementation={kind!r}: only torch's 'sdpa' and 'eager' have kept queries"
     if options.get("encoder_hidden_states") is not None:
         return "cross-attention was asked for"
     for name, value in options.items():
