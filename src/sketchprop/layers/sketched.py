@@ -183,10 +183,8 @@ def as_shipped(kind: Any) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def file_as_shipped(kind: Any) -> bool:
     """Whether the functions in the file of a library's class are all a library's."""
-    if not of_library(kind):
-        return True
-    entries = vars(sys.modules[kind.__module__]).values()
-    own = [f for f in entries if isfunction(f) and _package(f) not in sys.stdlib_module_names]
+    entries = vars(sys.modules[kind.__module__]).values() if of_library(kind) else ()
+    own = [f for f in entries if isfunction(f) and f.__module__ != "dataclasses"]
     return all(map(_is_shipped, own))
 
 
@@ -220,11 +218,7 @@ def _is_shipped(function: Any) -> bool:
 
 def of_library(kind: Any) -> bool:
     """Whether a class is of a library whose blocks and layers are known."""
-    return _package(kind) in _LIBRARIES
-
-
-def _package(thing: Any) -> str:
-    return str(thing.__module__).partition(".")[0]
+    return str(kind.__module__).partition(".")[0] in _LIBRARIES
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -231,12 +231,12 @@ def as_autocast(t: Tensor, device: str) -> Tensor:
 
 def records(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether autograd will want a gradient of one of them that can be sketched."""
-    if not torch.is_grad_enabled() or not has_rows_to_draw(x, weight):
+    if not torch.is_grad_enabled() or not drawable(x, weight):
         return False
     return x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
-def has_rows_to_draw(x: Tensor, weight: Tensor) -> bool:
+def drawable(x: Tensor, weight: Tensor) -> bool:
     """Complex and nested tensors are left exact, and those on the meta device, which have no
     numbers to draw by."""
     return not (x.is_complex() or weight.is_complex() or x.is_nested or x.is_meta)

@@ -11,16 +11,7 @@ from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import Vjp
 from ..sketches import LayerSketch, Planner, Sketch, Split
 from ..sketches.split import drawn_in_forward
-from .backward import (
-    Form,
-    Method,
-    as_rows,
-    autocast,
-    has_rows_to_draw,
-    records,
-    serving,
-    sketched,
-)
+from .backward import Form, Method, as_rows, autocast, drawable, records, serving, sketched
 
 
 def sketched_linear(
@@ -60,7 +51,7 @@ def sketched_linear(
     n, d = weight.shape[-2:]
     rows = x.numel() // max(1, d * stack.numel())
     form = Form(x.shape, stack)
-    if not has_rows_to_draw(x, weight) or rows == 0 or sketch.keeps_all(rows, n, d):
+    if not drawable(x, weight) or rows == 0 or sketch.keeps_all(rows, n, d):
         return form.forward(x, weight, bias)
     if torch.compiler.is_compiling():
         planner = None  # a step that is compiled may have no side effects
