@@ -27,7 +27,7 @@ from sketchprop.core.vjp import Vjp
 from sketchprop.layers.choose import refusal
 from sketchprop.layers.isolation import no_gradient_hooks
 from sketchprop.layers.select import blocks_of, sketchable_layers
-from sketchprop.meters.noise.gradients import Loss, scalar_loss, squared_distance, squared_norm
+from sketchprop.meters.noise.gradients import Loss, scalar_loss, squared_distance, squared_norms
 from sketchprop.meters.restore import Buffers, call_hooks, restored
 from sketchprop.sketches import Rows, RowSketch
 
@@ -345,7 +345,7 @@ def holding(norms: Tensor, share: float) -> float:
 
 def _variance(gradients: list[Tensor]) -> float:
     mean = torch.stack(gradients).mean(0)
-    return math.fsum(squared_norm(g - mean) for g in gradients) / (len(gradients) - 1)
+    return math.fsum(squared_norms(g - mean for g in gradients)) / (len(gradients) - 1)
 
 
 def _sign(value: float) -> int:

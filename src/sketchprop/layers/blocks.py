@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..core.cost import Size
-from ..core.proof import close, learned_by
+from ..core.proof import close, has_numbers, learned_by
 from ..core.random import random_state_kept
 from ..core.sampling import Uniforms, draw_uniforms
 from ..ops.attend import Attending, Rotary, check_mask
@@ -378,11 +378,11 @@ def _first(result: Any) -> Tensor:
 
 
 def _can_prove(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call can be made twice: a cache would get its keys twice."""
+    """Whether a call can be made twice, and compared: a cache would get its keys twice."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     plain = (Tensor, int, float, str, tuple, type(None))
-    return all(isinstance(value, plain) for value in (*args, *kwargs.values()))
+    return all(isinstance(v, plain) and has_numbers(v) for v in (*args, *kwargs.values()))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

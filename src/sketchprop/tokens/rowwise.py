@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.proof import PLAIN
 from .function import Tree, any_of, leaves, like, nothing_like
 
 Parameters = Tree
@@ -377,7 +378,7 @@ def _norm(layer: Any) -> RowWise | None:
 
 def _linear(layer: Any) -> RowWise | None:
     # Weights of other classes, quantised for example, have products of their own.
-    plain = type(layer.weight.data) is Tensor and layer.weight.is_floating_point()
+    plain = type(layer.weight.data) in PLAIN and layer.weight.is_floating_point()
     return RowWise.of((Linear(), (layer.weight, layer.bias))) if plain else None
 
 

@@ -20,7 +20,7 @@ from ...layers.isolation import no_gradient_hooks
 from ..batches import halved
 from ..cost.memory import saved_bytes
 from ..cost.timing import Times, compare, step_times
-from ..noise.gradients import Gradients, Loss, one_pass, squared_norm
+from ..noise.gradients import Gradients, Loss, one_pass, squared_norms
 from ..noise.pace import DROWNED, HUGE, Pace, adaptive, noise_by_parameter
 from ..restore import Buffers, restored
 from .advice import OUT_OF_TIME, Option
@@ -78,8 +78,9 @@ class Meter:
             for total, g in zip(mean, gradient, strict=True):
                 if g is not None:
                     total.add_(math.sqrt(weight) * g / len(self.batches))
-            squares.append([0.0 if g is None else weight * squared_norm(g) for g in gradient])
-        return squares, list(map(squared_norm, mean))
+            present = iter(squared_norms(g for g in gradient if g is not None))
+            squares.append([0.0 if g is None else weight * next(present) for g in gradient])
+        return squares, squared_norms(mean)
 
     def pace_of(self, count: int) -> Pace:
         """Of the first ``count`` batches, with the signal of all."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.proof import has_numbers
 from ...layers.select import units_of
 from ..batches import tensors_in
 from ..noise.gradients import Loss, scalar_loss
@@ -96,4 +97,5 @@ def _key(tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None  # a sparse tensor has no single storage
-    return (tensor.device, storage.data_ptr()) if storage.nbytes() else None
+    place = storage.data_ptr() if has_numbers(tensor) else storage._cdata
+    return (tensor.device, place) if storage.nbytes() else None

@@ -7,7 +7,7 @@ are put back before each, and a draw is a number: the same number draws the same
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -174,20 +174,23 @@ def one_pass(
 
 
 def squared_distance(a: list[Tensor], b: list[Tensor]) -> float:
-    """‖a - b‖², accumulated in float64 where the device has it; waits once for each device."""
-    totals: dict[torch.device, Any] = defaultdict(int)
-    for x, y in zip(a, b, strict=True):
-        totals[x.device] += _square_sum(x - y)
-    return sum(map(float, totals.values()))
+    """‖a - b‖², accumulated in float64 where the device has it."""
+    return sum(squared_norms(x - y for x, y in zip(a, b, strict=True)))
 
 
-def squared_norm(x: Tensor) -> float:
-    """‖x‖², accumulated in float64 where the device has it."""
-    return float(_square_sum(x))
+def squared_norms(tensors: Iterable[Tensor]) -> list[float]:
+    """‖x‖² of each, accumulated in float64 where the device has it."""
+    return numbers(wide(x).square().sum() for x in tensors)
 
 
-def _square_sum(x: Tensor) -> Tensor:
-    return x.to(torch.float32 if x.device.type == "mps" else torch.float64).square().sum()
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
+
+
+def numbers(scalars: Iterable[Tensor]) -> list[float]:
+    """What they hold: waits for the device once, not for each."""
+    found = list(scalars)
+    return torch.stack([t.to(found[0].device) for t in found]).cpu().tolist() if found else []
 
 
 def _nothing_sketched(model: nn.Module) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from .estimate import divide
-from .gradients import squared_norm
+from .gradients import squared_norms
 from .variance import visible_distance
 
 DROWNED = 1 / 3
@@ -69,7 +69,7 @@ class Pace:
     @classmethod
     def of(cls, gradient: Sequence[Tensor], divides: bool) -> Pace:
         """From one batch alone."""
-        squares = tuple(map(squared_norm, gradient))
+        squares = tuple(squared_norms(gradient))
         return cls(tuple(g.numel() for g in gradient), squares, squares, divides)
 
     @property
@@ -104,4 +104,4 @@ def noise_by_parameter(drawn: list[Tensor], exact: list[Tensor]) -> list[float]:
     """‖ĝ - g‖² of each parameter; 0 in all where that is what rounding leaves."""
     if not visible_distance(drawn, exact):
         return [0.0] * len(exact)
-    return [squared_norm(a - b) for a, b in zip(drawn, exact, strict=True)]
+    return squared_norms(a - b for a, b in zip(drawn, exact, strict=True))

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..restore import restored
 from .estimate import Estimate, minibatch_variance, over_draws, variance_ratio
-from .gradients import Gradients, Loss, squared_distance, squared_norm
+from .gradients import Gradients, Loss, numbers, squared_distance, squared_norms, wide
 
 Progress = Callable[[float], object]
 """Told from time to time which share of the work is done."""
@@ -154,7 +154,7 @@ def measure_variance(
             drawn: list[list[_Draw]] = []
             for batch in batches:
                 exact = gradients.exact(batch)
-                deviations.append(squared_distance([_wide(g) for g in exact], mean))
+                deviations.append(squared_distance([wide(g) for g in exact], mean))
                 drawn.append([])
                 for number in range(count):
                     drawn[-1].append(_draw(gradients, batch, number, exact, split))
@@ -164,15 +164,11 @@ def measure_variance(
 
 
 def _mean_gradient(gradients: Gradients, batches: Sequence[Any]) -> list[Tensor]:
-    mean = [torch.zeros_like(_wide(p)) for p in gradients.parameters]
+    mean = [torch.zeros_like(wide(p)) for p in gradients.parameters]
     for batch in batches:
         for total, g in zip(mean, gradients.exact(batch), strict=True):
-            total.add_(_wide(g) / len(batches))
+            total.add_(wide(g) / len(batches))
     return mean
-
-
-def _wide(g: Tensor) -> Tensor:
-    return g if g.device.type == "mps" else g.double()
 
 
 class _Draw(NamedTuple):
@@ -241,7 +237,7 @@ def _report(
         if surprising(values):
             missed[name] = over_draws(values)
     rest = each(lambda draw: draw.added - math.fsum(draw.injected.values()))
-    norm = math.fsum(map(squared_norm, mean))
+    norm = math.fsum(squared_norms(mean))
     return VarianceReport(
         batches=len(drawn),
         draws=len(drawn[0]),
@@ -259,7 +255,7 @@ def visible_distance(a: list[Tensor], b: list[Tensor]) -> float:
     """‖a - b‖², and 0 where that is what rounding leaves."""
     distance = squared_distance(a, b)
     eps = max(torch.finfo(g.dtype).eps for g in b)
-    rounding = (4 * eps) ** 2 * sum(map(squared_norm, b))
+    rounding = (4 * eps) ** 2 * sum(squared_norms(b))
     return 0.0 if distance <= rounding else distance
 
 
@@ -268,9 +264,8 @@ def alignment(sketched: list[Tensor], exact: list[Tensor]) -> list[float]:
 
     The bias of attention's keys has such a gradient: softmax does not see it.
     """
-    pairs = list(zip(sketched, exact, strict=True))
-    dots = [float((_wide(a - b) * b).sum()) for a, b in pairs]
-    sizes = [float(_wide(b).square().sum()) for b in exact]
+    dots = numbers((wide(a - b) * b).sum() for a, b in zip(sketched, exact, strict=True))
+    sizes = squared_norms(exact)
     eps = max(torch.finfo(g.dtype).eps for g in exact)
     rounding = eps**2 * math.fsum(sizes)
     return [dot / size if size > rounding else 0.0 for dot, size in zip(dots, sizes, strict=True)]
