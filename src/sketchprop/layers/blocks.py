@@ -98,7 +98,12 @@ class SketchedBlock(SketchedModule):
         if state.proof or not self.is_sketching() or _leaves_a_graph():
             return plain(*args, **kwargs)
         rewritten = not torch.compiler.is_compiling() and not as_shipped(self.plain)
-        call = "its methods were replaced" if rewritten else self.anatomy(*args, **kwargs)
+        try:
+            call = "its methods were replaced" if rewritten else self.anatomy(*args, **kwargs)
+        except (AttributeError, KeyError) as error:
+            if self.vouched:
+                raise
+            call = f"a part of it is not as known: {error}"
         if isinstance(call, str) or _keeps_all(state.sketch, call.x):
             self._note(call if isinstance(call, str) else "")
             return plain(*args, **kwargs)
@@ -147,7 +152,8 @@ class SketchedBlock(SketchedModule):
                 module.training = mode
             with torch.no_grad():
                 for buffer, value in buffers.items():
-                    buffer.copy_(value)
+                    if not torch.equal(buffer, value):  # an earlier block may have saved it
+                        buffer.copy_(value)
         return "its result on kept tokens is not its own: it computes something else than is known"
 
     def result(self, y: Tensor, *args: Any, **kwargs: Any) -> Any:
