@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -281,6 +283,88 @@ def test_peft_adapters_in_bert(before: bool) -> None:
     sp.set_budget_(model, 1.0)
     for a, b in zip(gradients(model, batch)[1], exact, strict=True):
         assert torch.equal(a, b)
+
+
+TARGETS = {
+    "BERT": ["query", "value", "output.dense"],
+    "Llama without a cache": ["q_proj", "v_proj", "down_proj"],
+    "ViT": ["q_proj", "v_proj", "fc2"],
+}
+ADAPTERS: dict[str, Callable[[list[str]], peft.PeftConfig]] = {
+    "LoRA": lambda on: LoraConfig(r=2, target_modules=on, init_lora_weights=False),
+    "DoRA": lambda on: LoraConfig(
+        r=2, target_modules=on, init_lora_weights=False, use_dora=True
+    ),
+    "IA3": lambda on: peft.IA3Config(
+        target_modules=on, feedforward_modules=on[2:], init_ia3_weights=False
+    ),
+    "AdaLoRA": lambda on: peft.AdaLoraConfig(
+        init_r=2, target_r=1, target_modules=on, init_lora_weights=False, total_step=10, tinit=2,
+        tfinal=2,
+    ),
+    "VeRA": lambda on: peft.VeraConfig(r=2, target_modules=on[:2], init_weights=False),
+    "OFT": lambda on: peft.OFTConfig(
+        r=0, oft_block_size=4, target_modules=on, init_weights=False
+    ),
+    "prefix": lambda on: peft.PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3),
+    "adaption prompt": lambda on: peft.AdaptionPromptConfig(
+        adapter_len=2, adapter_layers=1, task_type="SEQ_CLS"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_adapter_is_taken_or_exact(name: str, adapter: str) -> None:
+    if (adapter, name) == ("prefix", "ViT") or (adapter == "adaption prompt" and name[0] != "L"):
+        pytest.skip("PEFT has none for this model")
+    torch.manual_seed(3)
+    plain = get_peft_model(model_of(name), ADAPTERS[adapter](TARGETS[name]))
+    model = sp.sketch_(copy.deepcopy(plain), Tokens(0.5))
+    batch = batch_for(name)
+    output, exact = gradients(plain, batch)
+    same, sketched = gradients(model, batch)
+    torch.testing.assert_close(same, output, rtol=1e-5, atol=1e-6)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+    assert adapter != "LoRA" or not all(map(torch.equal, sketched, exact))
+    sp.set_budget_(model, 1.0)
+    for a, b in zip(gradients(model, batch)[1], exact, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_was_once_asked_for_does_not_change_later_steps(name: str) -> None:
+    """transformers leaves the hooks by which it collects outputs on a model for good."""
+    model = sp.sketch_(model_of(name), Tokens(0.3))
+    model.set_attn_implementation("eager")
+    asked, batch = copy.deepcopy(model), batch_for(name)
+    for _ in range(2):  # the first batch runs blocks more than once
+        outputs = asked(**batch, output_hidden_states=True, output_attentions=True)
+        assert (len(outputs.hidden_states), len(outputs.attentions)) == (3, 2)
+        assert "output_attentions=True" in blocks(asked)[0].sketching.note
+    for options in ({}, {"output_hidden_states": True}):
+        logits, expected = gradients(model, batch)
+        same, sketched = gradients(asked, {**batch, **options})
+        assert torch.equal(same, logits)
+        assert blocks(asked)[0].sketching.note == blocks(model)[0].sketching.note
+        for a, b in zip(sketched, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_of_an_older_version_no_block_is_known_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hf, "__version__", "5.17.9")
+    with pytest.warns(UserWarning, match=r"transformers 5\.17\.9 .* need 5\.18") as said:
+        model = sp.sketch_(model_of("BERT"), Tokens(0.3))
+    assert len(said) == 1
+    assert not blocks(model)
+    assert isinstance(model.bert.encoder.layer[0].attention.self.query.sketch, sp.Rows)
+    gradients(model, batch_for("BERT"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sp.sketch_(model_of("ViT"), Tokens(0.3))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -119,7 +119,9 @@ class SketchedBlock(SketchedModule):
             return "its methods, or functions of its file, were replaced"
         try:
             return self.anatomy(*args, **kwargs)
-        except AttributeError as error:
+        except (AttributeError, KeyError) as error:
+            if self.vouched:
+                raise  # who wrote its anatomy wants to know
             return f"its parts are not those that are known: {error}"
 
     def _proof(self, call: Anatomy, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -159,7 +161,8 @@ class SketchedBlock(SketchedModule):
                 module.training = mode
             with torch.no_grad():
                 for buffer, value in buffers.items():
-                    buffer.copy_(value)
+                    if not torch.equal(buffer, value):  # an earlier block may have saved it
+                        buffer.copy_(value)
         return "its result on kept tokens is not its own: it computes something else than is known"
 
     def result(self, y: Tensor, *args: Any, **kwargs: Any) -> Any:

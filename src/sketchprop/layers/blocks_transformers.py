@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import MappingProxyType, MethodType
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from ..tokens.rowwise import Activation, Linear, Pair, RMSNorm, RowWise, Scale
 from .blocks import Anatomy, SelfAttention, SketchedBlock, applied, not_as_known
-from .sketched import watched
+from .sketched import collecting, watched
 
+OLDEST = "5.18"
+"""The version of transformers since which all families are made of the parts that are known."""
 _HARMLESS = frozenset(
     {"output_hidden_states", "use_cache", "num_items_in_batch", "position_ids", "cache_position",
      "return_dict", "past_key_values", "output_attentions", "output_router_logits"}
@@ -198,11 +202,10 @@ def _refused(x: Any, attention: Any, options: dict[str, Any]) -> str:
     anew = registered is not None and registered.__module__ != _SDPA
     if anew or kind not in ("sdpa", "eager"):
         return f"attn_implementation={kind!r}: only torch's 'sdpa' and 'eager' have kept queries"
-    if options.get("encoder_hidden_states") is not None:
-        return "cross-attention was asked for"
+    asked = any(collecting(hook) for hook in attention._forward_hooks.values())
+    if asked or options.get("output_attentions"):
+        return "output_attentions=True: all weights of attention are asked for"
     for name, value in options.items():
-        if name == "output_attentions" and value:
-            return "output_attentions=True: all weights of attention are asked for"
         if name not in _HARMLESS and value is not None and value is not False:
             return f"{name} was given, which kept tokens do not know"
     return ""
@@ -346,11 +349,24 @@ _FAMILIES: Mapping[str, tuple[str, type[_TransformersBlock]]] = MappingProxyType
 def block_of(block: type[nn.Module]) -> type[SketchedBlock] | None:
     """The class that a block of transformers becomes; ``None`` if it is not known."""
     folder, _ = _FAMILIES.get(block.__name__, ("", None))
-    if block.__module__ != _module(folder):
+    if block.__module__ != _module(folder) or _too_old(sys.modules["transformers"].__version__):
         return None
     kind: Any = block
     made: type[SketchedBlock] = _made(kind)
     return made
+
+
+@cache
+def _too_old(version: str) -> bool:
+    """Says once that blocks were made of other parts then."""
+    old = TorchVersion(version) < OLDEST
+    if old:
+        warnings.warn(
+            f"transformers {version} is too old for kept tokens, which need {OLDEST}: its blocks "
+            "are not known, and Tokens gives their linear layers Rows",
+            stacklevel=2,
+        )
+    return old
 
 
 @cache

@@ -153,6 +153,8 @@ def altered(module: nn.Module) -> bool:
     entries = vars(module)
     if any(entries[name] for name in _HOOKS) or _hooked_everywhere():
         return True
+    if any(collecting(hook) is not False for hook in entries["_forward_hooks"].values()):
+        return True
     return rewritten(module, type(module))
 
 
@@ -161,6 +163,20 @@ def rewritten(module: nn.Module, kind: Any, but: str = "") -> bool:
     methods = _methods(kind)
     # Walked through: a compiled graph is then guarded by the names of all that a module has.
     return any(n in methods and n != but for n in vars(module)) or not as_shipped(kind)
+
+
+def collecting(hook: Any) -> bool | None:
+    """Whether a hook by which transformers collects outputs has to now; ``None``: another hook.
+
+    One forward pass with ``output_hidden_states=True`` leaves such hooks on a model for good.
+    """
+    if getattr(hook, "__module__", "") != "transformers.utils.output_capturing":
+        return None
+    wanted = sys.modules[hook.__module__]._active_collector.get()
+    if not wanted or torch.compiler.is_compiling():
+        return bool(wanted)
+    cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    return "key" not in cells or cells["key"].cell_contents in wanted
 
 
 def _hooked_everywhere() -> bool:
@@ -221,5 +237,5 @@ def of_library(kind: Any) -> bool:
     return str(kind.__module__).partition(".")[0] in _LIBRARIES
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = ("torch", "transformers", "peft", "sketchprop")

@@ -75,7 +75,7 @@ def attend(
     mask = None if mask is None else with_four_axes(mask)
     if engine == "flash":
         out, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *(_side_by_side(t) for t in (q, k, v)), 0.0, how.is_causal,
+            *[_side_by_side(t) for t in (q, k, v)], 0.0, how.is_causal,
             attn_mask=_mask_for_flash(mask, q), scale=how.scale,
         )  # fmt: skip
         return Attended(out, logsumexp)
@@ -107,7 +107,7 @@ def attend_back(
         if added is not None and mask is not None and mask.dtype != torch.bool:
             g = _for_masked_rows(g, attended.logsumexp, added)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(_side_by_side(t) for t in (g, q, wide_k, wide_v)),
+            *[_side_by_side(t) for t in (g, q, wide_k, wide_v)],
             attended.out, attended.logsumexp, 0.0, False, attn_mask=added, scale=how.scale,
         )  # fmt: skip
     elif engine == "again":
