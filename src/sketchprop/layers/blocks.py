@@ -120,8 +120,6 @@ class SketchedBlock(SketchedModule):
         try:
             return self.anatomy(*args, **kwargs)
         except (AttributeError, KeyError) as error:
-            if self.vouched:
-                raise  # who wrote its anatomy wants to know
             return f"its parts are not those that are known: {error}"
 
     def _proof(self, call: Anatomy, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
