@@ -181,7 +181,7 @@ def tuned(model: nn.Module, loss_fn: Any, batches: list[Tensor]) -> None:
 
 PAIR = sp.Split(input=Rows(0.25), weight=ForwardRows(0.25))
 PLAIN = (sp.L1, sp.L2, sp.Variance, sp.Diagonal, sp.ColumnMask, sp.SampleMask, sp.ElementMask)
-ROWS = ({}, {"unit": "sample"}, {"by": "gradient_input"}, {"by": "uniform"}, {"then": sp.L1(0.5)})
+ROWS = ({}, {"unit": "sample"}, {"by": "gradient_input"}, {"by": "uniform"})
 SPECTRAL = (sp.GradientSVD(0.25), sp.RankConstrained(0.25))
 FIXED = (*(kind(0.25) for kind in PLAIN), *(Rows(0.25, **o) for o in ROWS), ForwardRows(0.25), PAIR)
 RANDOM = (sp.L1(0.25, sampling="independent"), Rows(0.25, by="nonzero"))
