@@ -1,4 +1,4 @@
-"""One long training run that can be killed at any moment: the worker of ``soak_run.py``.
+"""One long training run that can be killed at any moment: the worker of ``soak.py``.
 
 A small vision transformer with dropout on made-up pictures. The budget is a function of the step,
 some stretches are exact; losses go into a file step by step. With ``--disturbed`` it also saves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from soak_run import soak
+from benchmarks.soak import soak
 
 
 def test_a_run_that_is_killed_and_resumed_has_the_losses_of_one_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A long run, disturbed in every way, against the same run left alone.
 
-    python tests/soak/soak_run.py --steps 10000 --output benchmarks/results/soak.json
+    python -m benchmarks.soak --steps 10000 --output benchmarks/results/soak.json
 
 Both are processes of their own. The disturbed one is killed (SIGKILL) at random moments and
 started again; the losses of both must be equal to the last bit.
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from sketchprop import __version__
-from soak_train import is_exact
+
+from .soak_train import is_exact
 
 WORKER = Path(__file__).with_name("soak_train.py")
 WARM = 1000
