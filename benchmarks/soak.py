@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from sketchprop import __version__
+from sketchprop.cli.show import say
 
 from .soak_train import is_exact
 
-WORKER = Path(__file__).with_name("soak_train.py")
+CLONE = Path(__file__).resolve().parents[1]
 WARM = 1000
 """Steps until the memory of a process has settled."""
 
@@ -82,10 +83,9 @@ def soak(folder: Path, steps: int, kills: int, seed: int = 0) -> Soaked:
 
 def worker(folder: Path, steps: int, *options: str) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join(p for p in sys.path if p)
-    return subprocess.Popen(
-        [sys.executable, str(WORKER), str(folder), "--steps", str(steps), *options],
-        env={**os.environ, "PYTHONPATH": paths},
-    )
+    command = [sys.executable, "-m", "benchmarks.soak_train", str(folder), "--steps", str(steps)]
+    env = {**os.environ, "PYTHONPATH": paths}
+    return subprocess.Popen([*command, *options], env=env, cwd=CLONE)
 
 
 def losses(folder: Path) -> Tensor:
@@ -126,7 +126,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         result = soak(Path(folder), given.steps, given.kills)
     text = json.dumps({**asdict(result), "ok": result.ok}, indent=1)
-    print(text)
+    say(text)
     if given.output is not None:
         given.output.write_text(text + "\n")
     return 0 if result.ok else 1
