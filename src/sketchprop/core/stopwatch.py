@@ -21,12 +21,14 @@ def in_turns(
     rounds: int | tuple[int, int],
     device: torch.device,
     seconds: float = 0.0,
+    prepare: Callable[[], object] = lambda: None,
 ) -> list[list[float]]:
     """Seconds of each action in each round, after one round of warming up.
 
     ``rounds``: how many, or the least and the most of them: within these it goes on until
     ``seconds`` are used up. The order changes from round to round: what ran just before decides
     what is in the caches, and in a fixed order that would favour one action in every round.
+    ``prepare``: what is done before each round and not timed, forward passes for example.
     """
     least, most = (rounds, rounds) if isinstance(rounds, int) else rounds
     if least < 1:
@@ -38,6 +40,7 @@ def in_turns(
     try:
         start, done = 0.0, -1  # the first round warms up
         while done < least or (done < most and perf_counter() - start < seconds):
+            prepare()
             for i in order.sample(range(len(actions)), len(actions)):
                 elapsed, _ = timed(actions[i], device)
                 if done >= 0:

@@ -28,7 +28,15 @@ from ..tokens.parts import Block, BlockTensors, RowBranch
 from ..tokens.rowwise import Chain, Linear, Parameters, RowWise, drops, read
 from ..tokens.unknown import Unknown
 from .adapters import read_lora
-from .sketched import SketchedModule, altered, file_as_shipped, of_library, rewritten, watched
+from .sketched import (
+    SketchedModule,
+    altered,
+    constant_in_graphs,
+    file_as_shipped,
+    of_library,
+    rewritten,
+    watched,
+)
 
 RowPart = Callable[[Tensor], Tensor] | RowWise
 """A row-wise part of a block: a module or a function, or its steps where these say more."""
@@ -386,7 +394,7 @@ def _can_prove(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return all(isinstance(v, plain) and has_numbers(v) for v in (*args, *kwargs.values()))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _unproven(kind: type) -> bool:
     """Whether a block that is compiled has nobody to vouch for it: no library, no first batch."""
     if of_library(kind):

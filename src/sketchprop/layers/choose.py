@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from ..core.proof import PLAIN
 from ..sketches import AnySketch, Planner, Split, Tokens
+from ..tokens.rowwise import is_plain
 from .blocks import SketchedBlock
 from .known import BUILT_IN, block_class, sketched_class
 from .select import (
@@ -174,7 +174,7 @@ def _other_numbers(parameter: Tensor) -> str:
     plain = type(parameter) in (nn.Parameter, Tensor, nn.parameter.UninitializedParameter)
     if not plain and not hasattr(parameter, "placements"):
         data = type(parameter.data)
-        if data not in PLAIN:
+        if not is_plain(data):
             return f"its weights are of the class {data.__name__}: only plain tensors are sketched"
     return ""
 

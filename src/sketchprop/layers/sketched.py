@@ -23,8 +23,8 @@ from torch.utils.module_tracker import ModuleTracker
 
 from ..core.cost import Cost, Size
 from ..ops import sketched_linear
+from ..ops.linear import drawn_in_forward
 from ..sketches import LayerSketch, Planner
-from ..sketches.split import drawn_in_forward
 
 
 @dataclass(eq=False)
@@ -190,13 +190,19 @@ def _hooked_everywhere() -> bool:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def constant_in_graphs(function: Any) -> Any:
+    """``torch.compiler.assume_constant_result``, which would import the whole compiler."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_in_graphs
 def as_shipped(kind: Any) -> bool:
     """Whether all methods of a class are those of its library: torch, transformers, PEFT, this."""
     return _are_shipped(kind, tuple(getattr(kind, name) for name in _names_of_methods(kind)))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def file_as_shipped(kind: Any) -> bool:
     """Whether the functions in the file of a library's class are all a library's."""
     entries = vars(sys.modules[kind.__module__]).values() if of_library(kind) else ()
@@ -204,7 +210,7 @@ def file_as_shipped(kind: Any) -> bool:
     return all(map(_is_shipped, own))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _methods(kind: Any) -> tuple[str, ...]:
     return _names_of_methods(kind)
 

@@ -10,7 +10,6 @@ from ..core.samples import Samples
 from ..core.sampling import Uniforms, draw_uniforms
 from ..core.vjp import Vjp
 from ..sketches import LayerSketch, Planner, Sketch, Split
-from ..sketches.split import drawn_in_forward
 from .backward import Form, Method, as_rows, autocast, drawable, records, serving, sketched
 
 
@@ -78,3 +77,10 @@ def sketched_linear(
         pair, kept = pair.input, None
     form = Form(x.shape, stack, samples)
     return sketched(x, weight, bias, form, Method(pair, planner, uniforms), kept)
+
+
+def drawn_in_forward(sketch: object) -> Sketch | None:
+    """What of a layer's sketch draws rows of X in forward, if anything does."""
+    if isinstance(sketch, Split):
+        return sketch.forward
+    return sketch if isinstance(sketch, Sketch) and "G" not in sketch.sees else None

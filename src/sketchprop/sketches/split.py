@@ -61,7 +61,7 @@ class Split:
     @property
     def forward(self) -> Sketch | None:
         """The side that is drawn in forward."""
-        return drawn_in_forward(self.weight)
+        return self.weight if self.weight is not None and "G" not in self.weight.sees else None
 
     @property
     def sees(self) -> str:
@@ -113,12 +113,6 @@ class Split:
     def __repr__(self) -> str:
         bias = "" if self.exact_bias else ", exact_bias=False"
         return f"Split(input={self.input!r}, weight={self.weight!r}{bias})"
-
-
-def drawn_in_forward(sketch: object) -> Sketch | None:
-    """What of a layer's sketch draws rows of X in forward, if anything does."""
-    side = sketch.weight if isinstance(sketch, Split) else sketch
-    return side if isinstance(side, Sketch) and "G" not in side.sees else None
 
 
 LayerSketch = Sketch | Split

@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.proof import PLAIN
 from .function import Tree, any_of, leaves, like, nothing_like
 
 Parameters = Tree
@@ -376,9 +375,14 @@ def _norm(layer: Any) -> RowWise | None:
     return None if eps is None else RowWise.of((RMSNorm(eps), (layer.weight,)))
 
 
+def is_plain(kind: type) -> bool:
+    """Whether products with weights of a class are torch's own."""
+    return kind is Tensor or kind.__name__ == "FakeTensor"  # its module takes long to import
+
+
 def _linear(layer: Any) -> RowWise | None:
     # Weights of other classes, quantised for example, have products of their own.
-    plain = type(layer.weight.data) in PLAIN and layer.weight.is_floating_point()
+    plain = is_plain(type(layer.weight.data)) and layer.weight.is_floating_point()
     return RowWise.of((Linear(), (layer.weight, layer.bias))) if plain else None
 
 
