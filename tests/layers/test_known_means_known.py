@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as hf
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
 from sketchprop import Tokens, zoo
+from sketchprop.layers.share import kept_flops
 
 
 class Swapped(zoo.Attention):
@@ -233,3 +235,20 @@ def test_counting_flops_changes_nothing():
             block(x).sum().backward()
         counted.append(counter.get_total_flops())
     assert counted[0] < 0.8 * counted[1]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_ran_exactly_is_not_counted_as_saved(refused: bool) -> None:
+    config = hf.LlamaConfig(
+        vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=24, use_cache=False,
+    )  # fmt: skip
+    model = hf.LlamaForCausalLM(config).train()
+    model.model.layers[0].self_attn.register_forward_hook(lambda *_: None)
+    sp.sketch_(model, Tokens(0.3))
+    ids = torch.randint(8, (2, 20))
+    model(ids, **({"seq_idx": torch.zeros_like(ids)} if refused else {})).logits.sum().backward()
+    lines = {la.name.rpartition(".")[2]: la for la in sp.summary(model).layers}
+    assert lines["q_proj"].flops == lines["k_proj"].kept == 1.0
+    assert (lines["up_proj"].flops == 1.0) is refused
+    assert (kept_flops(model, 128) == 1.0) is refused

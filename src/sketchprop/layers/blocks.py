@@ -81,6 +81,10 @@ class Anatomy(NamedTuple):
     """Modules of attention that are not called, with the classes that they must be of."""
 
 
+_ATTENTION, _ROWS, _ALL = "queries keys", "rows", "queries keys rows"
+"""Roles that are exact together."""
+
+
 class SketchedBlock(SketchedModule):
     """Mixed into a block's class by ``sketch_(model, Tokens(…))``.
 
@@ -108,14 +112,14 @@ class SketchedBlock(SketchedModule):
             return plain(*args, **kwargs)
         call = self._known(*args, **kwargs)
         if isinstance(call, str) or _keeps_all(state.sketch, call.x):
-            self._note(call if isinstance(call, str) else "")
+            self._note({_ALL: call} if isinstance(call, str) else {})
             return plain(*args, **kwargs)
         if state.proof is None and torch.compiler.is_compiling() and _unproven(self.plain):
             return plain(*args, **kwargs)
         if state.proof is None and _can_prove(args, kwargs):
             state.proof = self._proof(call, plain, *args, **kwargs)
             if state.proof:
-                self._note(f"exact: {state.proof}")
+                self._note({_ALL: f"exact: {state.proof}"})
                 warnings.warn(f"{type(self).__name__} stays exact: {state.proof}", stacklevel=2)
                 return plain(*args, **kwargs)
         return self.result(self.run(call, state.sketch), *args, **kwargs)
@@ -177,13 +181,13 @@ class SketchedBlock(SketchedModule):
 
     def run(self, call: Anatomy, tokens: Tokens, uniforms: Uniforms = draw_uniforms) -> Tensor:
         """Both branches on kept tokens, drawn from ``uniforms``; exact what is not known."""
-        notes: list[str] = []
+        notes: dict[str, str] = {}
         x = y = call.x
         first, second = ((), call.norms[1:]) if call.norm_first else (call.norms[:1], ())
         last = () if call.norm_first else call.norms[1:]
         attention = self._attention_part(call, tokens, notes)
         rows = self._row_branch((*second, *call.mlp), call, tokens, notes)
-        self._note("; ".join(notes))
+        self._note(notes)
         if attention is None:
             y = x + call.plain(applied(call.norms[:1] if call.norm_first else (), x))
         between = None if rows is None or call.between is not None else self._steps(first)
@@ -204,7 +208,7 @@ class SketchedBlock(SketchedModule):
         return applied(last, run(Block(None, Chain(), branch), BlockTensors(y, rows=P), uniforms))
 
     def _row_branch(
-        self, parts: tuple[RowPart, ...], call: Anatomy, tokens: Tokens, notes: list[str]
+        self, parts: tuple[RowPart, ...], call: Anatomy, tokens: Tokens, notes: dict[str, str]
     ) -> tuple[RowBranch, Parameters] | None:
         """The feed-forward part on kept rows; ``None``: it is exact, which is noted."""
         N, T = call.x.shape[:2]
@@ -221,13 +225,13 @@ class SketchedBlock(SketchedModule):
             for part in parts
         )
         if not self.vouched or not again or torch.compiler.is_compiling():
-            notes.append(f"its feed-forward part is exact: {self._unknown(parts)}")
+            notes[_ROWS] = f"its feed-forward part is exact: {self._unknown(parts)}"
             return None
         check = self.sketching.proof is None
         return RowBranch(Unknown(parts, check), rank, save, True), parameters_of(parts)
 
     def _attention_part(
-        self, call: Anatomy, tokens: Tokens, notes: list[str]
+        self, call: Anatomy, tokens: Tokens, notes: dict[str, str]
     ) -> tuple[AttentionPart, AttentionTensors] | None:
         """Attention on kept queries; ``None``: it is exact, which is noted."""
         N, T = call.x.shape[:2]
@@ -244,12 +248,12 @@ class SketchedBlock(SketchedModule):
             steps = tuple(self._steps(part) for part in parts)
             why = self._unknown(part for several in parts for part in several)
         if attention is None or why:
-            notes.append(f"its attention is exact: {why}")
+            notes[_ATTENTION] = f"its attention is exact: {why}"
             return None
         norm, *projections, out = steps
         if len(projections) == 1 and not isinstance(projections[0].chain.steps[0], Linear):
             name = changed(attention.projections[0])
-            notes.append(f"its attention is exact: {name}, and makes q, k and v at once")
+            notes[_ATTENTION] = f"its attention is exact: {name}, and makes q, k and v at once"
             return None
         how = Attending(attention.dropout_p, attention.is_causal, attention.scale)
         part = AttentionPart(
@@ -296,9 +300,11 @@ class SketchedBlock(SketchedModule):
             return None
         return read(part) or read_lora(part, self.read)
 
-    def _note(self, text: str) -> None:
+    def _note(self, notes: dict[str, str]) -> None:
+        """What is exact, by its roles, and why."""
         if not torch.compiler.is_compiling():
-            self.sketching.note = text
+            self.sketching.note = "; ".join(notes.values())
+            self.sketching.whole = frozenset(" ".join(notes).split())
 
     @classmethod
     def sizes(

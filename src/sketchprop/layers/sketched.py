@@ -39,6 +39,8 @@ class Sketching:
     """True while ``sketchprop.exact`` is in force."""
     note: str = ""
     """What of a block stayed exact in the last forward pass, and why."""
+    whole: frozenset[str] = frozenset()
+    """The roles of these parts: their backward is the exact one."""
     proof: str | None = None
     """Of a block, from its first batch: empty if kept tokens are right, else why they are not."""
     idle: bool = False
@@ -56,7 +58,7 @@ class Sketching:
 
     def cost(self, size: Size) -> Cost:
         """FLOPs of one product's backward, as this layer would run it when it is sketched."""
-        if self.sketch.keeps_all(size.B, size.n, size.d):
+        if size.part in self.whole or self.sketch.keeps_all(size.B, size.n, size.d):
             return Cost(size.exact_flops)
         if self.planner is None:
             cost: Cost = self.sketch.cost(size)

@@ -122,7 +122,11 @@ def _block(name: str, module: SketchedBlock, rows: int) -> LayerSummary:
     state, tokens = module.sketching, module.sketching.sketch
     shown = f"rows {tokens.budget:g}, queries {tokens.query_budget:g}, keys {tokens.key_budget:g}"
     note = "; ".join(filter(None, (shown, module.left, state.note, state.tuned)))
-    shares = _shares(state, module.sizes(module, rows), lambda _: tokens.kept(rows, 1, 1))
+    shares = _shares(
+        state,
+        module.sizes(module, rows),
+        lambda size: 1.0 if size.part in state.whole else tokens.kept(rows, 1, 1),
+    )
     return LayerSummary(name, type(module).__name__, (), tokens, *shares, note)
 
 
@@ -133,7 +137,7 @@ def _parts_of(name: str, block: SketchedBlock, rows: int) -> dict[nn.Module, Lay
 
     def kept(size: Size) -> float:
         share: float = state.sketch.of(size.part).kept(*size[:3])
-        return 1.0 if size.part == "exact" else share
+        return 1.0 if size.part in ("exact", *state.whole) else share
 
     for inside, module, role in block.parts(block):
         sizes = block.sizes_of(module, role, rows)
