@@ -20,7 +20,7 @@ from .sketched import altered, of_library
 
 TINY = 3e7
 """FLOPs of a layer's exact backward, below which a draw costs what it saves: L1(0.1) at
-128 × 784 × 64, which has 2.6e7, takes 1.00 of the exact time (docs/results/speed.md)."""
+128 × 784 × 64, which has 2.6e7, gains little (docs/results/speed.md)."""
 
 Level = Literal["error", "harm", "waste"]
 
