@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from . import native
 from .checks import check_rank
 
 
@@ -55,6 +56,8 @@ def optimal_probabilities(weights: Tensor, rank: float) -> Tensor:
 def water_fill(roots: Tensor, rank: float) -> Tensor:
     """p* from the roots √wᵢ of the weights, unchecked, in float64, as sampling wants it."""
     n = roots.shape[-1]
+    if rank < n and native.applies(roots):
+        return native.fill(roots, rank)
     root = roots.to(wide_dtype(roots))
     if rank >= n:
         return torch.ones_like(root) + 0 * root  # 0·w: a non-finite weight stays visible
@@ -79,9 +82,11 @@ def capped_fill(roots: Tensor, rank: int, capacity: int) -> Tensor:
     for more this is the water-filling of the whole batch; else what they may not have goes to the
     others in proportion.
     """
-    share = water_fill(roots.flatten(), rank).view_as(roots).sum(-1)
     # Just below the capacity: rounding in the sums of p must not add one more.
     most = capacity - 1e-9
+    if native.applies(roots):
+        return native.capped_fill(roots, rank, most)
+    share = water_fill(roots.flatten(), rank).view_as(roots).sum(-1)
     share = most * water_fill(share, rank / most)
     T = roots.shape[-1]
     wide = roots.to(share.dtype).clamp_(min=torch.finfo(share.dtype).tiny)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import native
 from .checks import check_rank
 from .probabilities import wide_dtype
 from .vjp import CompactGradient, Vjp
@@ -42,7 +43,10 @@ def draw(
     one atom times 0: an empty product would hide a gradient that is not finite.
     """
     if sampling == "fixed":
-        index = systematic(p, uniforms(p, tuple(p.shape[:-1])), int(rank))
+        u = uniforms(p, tuple(p.shape[:-1]))
+        if rank < p.shape[-1] and u.shape == p.shape[:-1] and native.applies(p, u):
+            return native.systematic(p, u, int(rank))
+        index = systematic(p, u, int(rank))
         return index, take(p, index).reciprocal()
     kept = sample_independent(p, uniforms(p, tuple(p.shape)))
     size = max(1, int(kept.sum(-1).max())) if kept.numel() else 0
