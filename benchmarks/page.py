@@ -33,8 +33,8 @@ target that was set for it.
 
 The order matters on small layers. Here all forward passes of a round come before its backward
 passes, so that a backward follows another one, as in a network. Right behind a forward pass, with
-cold caches, sketched passes take a larger share: they are many small operations, exact ones are two
-large ones. Ratios close to their target lie within the spread of it.
+cold caches, sketched passes take a larger share, which the lines 'right behind its
+forward' show. Ratios close to their target lie within the spread of it.
 
 """
 

@@ -7,13 +7,13 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sketchprop.core.stopwatch import cpu_name, in_turns
+from sketchprop.core.stopwatch import cpu_name, in_turns, timed
 
 PINNED = {
     "MALLOC_MMAP_MAX_": "0",
@@ -59,12 +59,17 @@ def interleave(
     *,
     seconds: float = 3.0,
     rounds: tuple[int, int] = (9, 400),
+    behind: bool = False,
 ) -> dict[str, Ratio]:
     """Times each function once per round, in random order, until ``seconds`` are used up.
 
-    The first entry is the baseline. Medians of the ratios, with their quartiles.
+    The first entry is the baseline. Medians of the ratios, with their quartiles. ``behind``: what
+    is prepared is prepared right before it is timed, not with that of all others.
     """
     gc.collect()
+    if behind:
+        alone = {name: _one_at_a_time(each) for name, each in work.items()}
+        return _ratios(work, [[next(clock) for clock in alone.values()] for _ in range(rounds[1])])
 
     def prepare() -> None:
         # All of them first: a forward pass right before would leave every cache full of its own,
@@ -74,8 +79,21 @@ def interleave(
                 each.prepare()
 
     times = in_turns(list(work.values()), rounds, torch.device("cpu"), seconds, prepare)
+    return _ratios(work, list(zip(*times, strict=True)))
+
+
+def _one_at_a_time(each: Work) -> Iterator[float]:
+    """Seconds of each run."""
+    while True:
+        if isinstance(each, Prepared):
+            each.prepare()
+        yield timed(each, torch.device("cpu"))[0]
+
+
+def _ratios(names: Iterable[str], rounds: Sequence[Sequence[float]]) -> dict[str, Ratio]:
     results = {}
-    for name, series in zip(work, times, strict=True):
+    times = list(zip(*rounds, strict=True))
+    for name, series in zip(names, times, strict=True):
         ratios = [t / b for t, b in zip(series, times[0], strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
         milliseconds = 1e3 * statistics.median(series)

@@ -75,14 +75,24 @@ class Size(NamedTuple):
 MODELS = {
     "ViT 192 × 9, 128 × 64 tokens": Size(192, 9, 12, 1024, 128, 64),
     "ViT 96 × 4, 128 × 64 tokens": Size(96, 4, 4, 384, 128, 64),
+    "ViT 96 × 4, 64 × 64 tokens": Size(96, 4, 4, 384, 64, 64),
+    "ViT 96 × 4, 16 × 64 tokens": Size(96, 4, 4, 384, 16, 64),
+    "ViT 96 × 4, 8 × 64 tokens": Size(96, 4, 4, 384, 8, 64),
     "rxnBERT, 16 × 223 tokens": Size(256, 12, 4, 512, 16, 223, 591),
     "MiniLM-L6, 32 × 128 tokens": Size(384, 6, 12, 1536, 32, 128, 30522),
+    "MiniLM-L6, 2 × 512 tokens": Size(384, 6, 12, 1536, 2, 512, 30522),
 }
+SMALL = Budgets(0.2, 0.3, 0.6)
+"""What ``Tokens(0.2)`` keeps."""
 TARGETS = {
     "ViT 192 × 9, 128 × 64 tokens": {Budgets(0.3, 0.3, 0.3): 0.60, Budgets(0.1, 0.1, 0.1): 0.50},
     "ViT 96 × 4, 128 × 64 tokens": {Budgets(0.3, 0.3, 0.3): 0.68},
-    "rxnBERT, 16 × 223 tokens": {Budgets(0.2, 0.2, 0.2): 0.58, Budgets(0.3, 0.4, 0.7): 0.64},
+    "ViT 96 × 4, 64 × 64 tokens": {SMALL: 0.64},
+    "ViT 96 × 4, 16 × 64 tokens": {SMALL: 0.74},
+    "ViT 96 × 4, 8 × 64 tokens": {SMALL: 0.85},
+    "rxnBERT, 16 × 223 tokens": {Budgets(0.2, 0.2, 0.2): 0.58, Budgets(0.3, 0.4, 0.7): 0.66},
     "MiniLM-L6, 32 × 128 tokens": {Budgets(0.3, 0.3, 0.3): 0.62},
+    "MiniLM-L6, 2 × 512 tokens": {SMALL: 0.55},
 }
 
 

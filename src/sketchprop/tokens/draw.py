@@ -27,6 +27,12 @@ class Draw(NamedTuple):
     rows: Tensor
     scale: Tensor
 
+    @classmethod
+    def of(cls, p: Tensor, rank: int, norms: Tensor, uniforms: Uniforms) -> Draw:
+        """From probabilities; 1/p as wide as the norms are."""
+        rows, scale = draw(p, rank, uniforms=uniforms)
+        return cls(rows, scale.to(norms.dtype))
+
 
 class KeptRows(NamedTuple):
     """The kept ``rows[r]`` and the compact gradient ``values[r, n]`` at them, 1/p included."""
@@ -49,7 +55,7 @@ def row_norms(G: Tensor) -> Tensor:
 
 def draw_rows(norms: Tensor, rank: int, uniforms: Uniforms) -> Draw:
     """``rank`` of all rows, p ∝ ``norms[B]``: ascending. O(B log B)."""
-    return Draw(*draw(water_fill(norms, rank), rank, uniforms=uniforms))
+    return Draw.of(water_fill(norms, rank), rank, norms, uniforms)
 
 
 def draw_queries(norms: Tensor, rank: int, capacity: int, uniforms: Uniforms) -> Draw:
@@ -60,9 +66,8 @@ def draw_queries(norms: Tensor, rank: int, capacity: int, uniforms: Uniforms) ->
     """
     N, T = norms.shape
     if rank < N * capacity:
-        p = capped_fill(norms, rank, capacity).flatten()
-        return Draw(*draw(p, rank, uniforms=uniforms))
-    index, scale = draw(water_fill(norms, capacity), capacity, uniforms=uniforms)
+        return Draw.of(capped_fill(norms, rank, capacity).flatten(), rank, norms, uniforms)
+    index, scale = Draw.of(water_fill(norms, capacity), capacity, norms, uniforms)
     first = torch.arange(0, N * T, T, device=norms.device).unsqueeze(-1)
     return Draw((index + first).flatten(), scale.flatten())
 

@@ -13,6 +13,7 @@ the refusal of second derivatives are written here, once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -91,22 +92,30 @@ class _KeptTokens(torch.autograd.Function):
 
 def leaves(tree: Tree) -> list[Any]:
     """All values of a tree, in order."""
-    if not isinstance(tree, tuple):
-        return [tree]
-    return [leaf for part in tree for leaf in leaves(part)]
+    values: list[Any] = []
+    _collect(tree, values)
+    return values
+
+
+def _collect(tree: Tree, values: list[Any]) -> None:
+    if isinstance(tree, tuple):
+        for part in tree:
+            _collect(part, values)
+    else:
+        values.append(tree)
 
 
 def like(tree: Tree, values: Iterator[Any]) -> Tree:
     """A tree of the same shape, with the next of ``values`` in each place."""
     if not isinstance(tree, tuple):
         return next(values)
-    parts = [like(part, values) for part in tree]
-    return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    parts = [like(part, values) if isinstance(part, tuple) else next(values) for part in tree]
+    return tuple(parts) if type(tree) is tuple else type(tree)(*parts)  # a named one
 
 
 def nothing_like(tree: Tree) -> Tree:
     """``None`` in every place of a tree."""
-    return like(tree, iter([None] * len(leaves(tree))))
+    return like(tree, repeat(None))
 
 
 def any_of(tree: Tree) -> bool:

@@ -207,15 +207,16 @@ class Chain:
             pulls.append(pull_step)
 
         def pull(g: Tensor | None, wants_x: bool, wants: Tree) -> Pulled:
-            grads = [nothing_like(own) for own in P]
+            grads: list[Tree] = []  # of the steps from the last to the first
             below = [wants_x]  # whether a gradient is wanted of the input of each step
             for flags in wants:
                 below.append(below[-1] or any_of(flags))
             for i in reversed(range(len(pulls))):
                 if g is None or not below[i + 1]:
-                    return None, tuple(grads)
-                g, grads[i] = pulls[i](g, below[i], wants[i])
-            return g, tuple(grads)
+                    return None, (*nothing_like(P[: i + 1]), *reversed(grads))
+                g, own_grads = pulls[i](g, below[i], wants[i])
+                grads.append(own_grads)
+            return g, tuple(reversed(grads))
 
         return x, pull
 
