@@ -15,6 +15,7 @@ import torch
 
 from sketchprop.core.stopwatch import cpu_name, in_turns
 
+CPU = torch.device("cpu")
 PINNED = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
@@ -59,6 +60,7 @@ def interleave(
     *,
     seconds: float = 3.0,
     rounds: tuple[int, int] = (9, 400),
+    device: torch.device = CPU,
 ) -> dict[str, Ratio]:
     """Times each function once per round, in random order, until ``seconds`` are used up.
 
@@ -73,7 +75,7 @@ def interleave(
             if isinstance(each, Prepared):
                 each.prepare()
 
-    times = in_turns(list(work.values()), rounds, torch.device("cpu"), seconds, prepare)
+    times = in_turns(list(work.values()), rounds, device, seconds, prepare)
     results = {}
     for name, series in zip(work, times, strict=True):
         ratios = [t / b for t, b in zip(series, times[0], strict=True)]

@@ -2,6 +2,7 @@
 
 Each group of cases runs in a process of its own, in which ``fake_cuda.cpp`` stands in for CUDA:
 all gradients are there and on the device, nothing waits for it and nothing is copied.
+Not here: ``trial``, which tells batches apart by their numbers; DDP, whose reducer reads memory.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +29,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
+from benchmarks import launches
 from sketchprop import Rows, Tokens, select, zoo
+from sketchprop.distributed import SketchedPipelineStage
 from sketchprop.distributed.wire import wire_format
 from sketchprop.layers import SketchedBlock
 from sketchprop.sketches import Every, ForwardRows
@@ -153,6 +157,44 @@ def scaled(model: nn.Module, x: Tensor) -> Gradients:
     return [p.grad for p in model.parameters()]
 
 
+def attending(**options: Any) -> Gradients:
+    model = nn.MultiheadAttention(32, 4, batch_first=True)
+    sp.sketch_(model, sp.L1(0.25), select.everything)
+    x = torch.randn(4, 16, 32, requires_grad=True)
+    return grads(model(x, x, x, **options)[0], *model.parameters(), x)
+
+
+def conv1d(inputs: int, outputs: int) -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    layer: nn.Module = Conv1D(outputs, inputs)
+    return layer
+
+
+def piped() -> Gradients:
+    """What a stage puts in the place of a dense message, and what is made of it there."""
+    import torch.testing._internal.distributed.fake_pg  # has a process group that sends nothing
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    stage: Any = object.__new__(SketchedPipelineStage)
+    stage.device, stage.stage_index, stage.num_stages, stage.group = "cuda", 1, 2, None
+    stage.set_sketch(Rows(0.1))
+    stage._leaving[0], stage._arriving[0] = [], []
+    dense, out = torch.randn(4, 16, 64), torch.empty(4, 16, 64)
+    with stage._own_stream():
+        sent = stage._packed(dist.P2POp(dist.isend, dense, 1), 0).tensor
+    buffer = stage._expected(dist.P2POp(dist.irecv, out, 1), 0).tensor
+    ((form, _, _),) = stage._arriving[0]
+    form.unpack(buffer.copy_(sent), out)
+    return [out]
+
+
+def exported(model: nn.Module, x: Tensor) -> Gradients:
+    """What is exported is the plain model."""
+    program = torch.export.export(model.eval(), (x,))
+    return [program.module()(x)]
+
+
 def encoder() -> Gradients:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     return backward(sp.sketch_(layer, Tokens(0.2)), torch.randn(4, 16, 32, requires_grad=True))
@@ -170,6 +212,13 @@ def text(name: str, save: str) -> Gradients:
     return backward(model, input_ids=ids, labels=ids[:, 0], attention_mask=ids)
 
 
+def counted() -> Gradients:
+    size = launches.MODELS["ViT 96 × 4, 16 × 64 tokens"]
+    counts = launches.eager(*size.prepared(launches.SKETCH, torch.device("cuda")))
+    assert counts.backward <= launches.BOUND
+    return []
+
+
 def measured(ask: Callable[..., Any]) -> Gradients:
     batches = [torch.randn(n, 3, 32, 32) for n in (4, 6)]
     ask(zoo.ViT(dim=16, depth=1, hidden=64), lambda m, batch: m(batch).square().mean(), batches)
@@ -180,6 +229,10 @@ def tuned(model: nn.Module, loss_fn: Any, batches: list[Tensor]) -> None:
     tuner = sp.Tuner(sp.sketch_(model, Tokens(0.2)), loss_fn, share=1.0)
     while tuner(batches[0]) is None:
         pass
+
+
+def planned(model: nn.Module, loss_fn: Any, batches: list[Tensor]) -> None:
+    sp.plan(model, loss_fn, batches[0], sketch=Tokens(0.2), rounds=1)
 
 
 PAIR = sp.Split(input=Rows(0.25), weight=ForwardRows(0.25))
@@ -194,6 +247,10 @@ CASES: dict[str, dict[str, Callable[[], Gradients]]] = {
         "linear, planned": partial(linear, sp.L1(0.25), planner=Every(2)),
         **{f"conv, {s!r}": partial(conv, s) for s in (sp.L1(0.25), sp.L2(0.25), Rows(0.25))},
         **{f"gate, {s!r}": partial(gated, s) for s in (sp.L1(0.25), Rows(0.25))},
+        "MultiheadAttention": attending,
+        "MultiheadAttention, without weights": partial(attending, need_weights=False),
+        "Conv1D": partial(layers, conv1d, (8, 6, 8), sp.L1(0.25)),
+        "pipeline": piped,
         **{f"wire, {s!r}": partial(packed, s) for s in (sp.L1(0.1), Rows(0.1))},
         "branch": partial(branch, nn.GELU(), nn.Dropout(0.1)),
         "branch, input": partial(branch, nn.GELU(), nn.Dropout(0.1), save="input"),
@@ -209,6 +266,8 @@ CASES: dict[str, dict[str, Callable[[], Gradients]]] = {
         "vit, autocast": partial(vit, Tokens(0.2), under_autocast),
         "vit, checkpoint": partial(vit, Tokens(0.2), under_checkpoint),
         "vit, GradScaler": partial(vit, Tokens(0.2), scaled),
+        "vit, export": partial(vit, Tokens(0.2), exported),
+        "launches": counted,
         "encoder": encoder,
         **{f"{n}, {s}": partial(text, n, save=s) for n in ("Bert", "Llama")
            for s in ("activations", "input")},
@@ -220,6 +279,7 @@ CASES: dict[str, dict[str, Callable[[], Gradients]]] = {
     "meters": {
         "measure": partial(measured, partial(sp.measure, sketch=Tokens(0.2), draws=2, split=False)),
         "Tuner": partial(measured, tuned),
+        "plan": partial(measured, planned),
         "advise": partial(measured, partial(sp.advise, minutes=0.15)),
     },
 }  # fmt: skip
@@ -247,7 +307,9 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("group", CASES)
 def test_nothing_waits_and_nothing_is_copied(cuda: str, group: str) -> None:
-    command, env = [sys.executable, __file__, group], {**os.environ, "LD_PRELOAD": cuda}
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, __file__, group]
+    env = {**os.environ, "LD_PRELOAD": cuda, "PYTHONPATH": paths}
     lines = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout
     cases = {case.pop("name"): case for case in map(json.loads, lines.splitlines())}
     assert cases.keys() == CASES[group].keys()
