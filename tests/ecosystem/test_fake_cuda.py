@@ -32,7 +32,6 @@ import sketchprop as sp
 from benchmarks import launches
 from sketchprop import Rows, Tokens, select, zoo
 from sketchprop.distributed import SketchedPipelineStage
-from sketchprop.distributed.wire import wire_format
 from sketchprop.layers import SketchedBlock
 from sketchprop.sketches import Every, ForwardRows
 
@@ -119,13 +118,6 @@ def branch(*middle: nn.Module, **options: Any) -> Gradients:
     return grads(sp.branch(f, x, 0.3, **options), x, *f.parameters())
 
 
-def packed(sketch: sp.Sketch) -> Gradients:
-    grad = torch.randn(4, 16, 64)
-    form: Any = wire_format(sketch, grad)
-    form.unpack(form.pack(grad), out := torch.empty_like(grad))
-    return [out]
-
-
 def vit(tokens: Tokens, run: Callable[..., Gradients] = backward, depth: int = 2) -> Gradients:
     model = zoo.ViT(dim=32, depth=depth, hidden=64, dropout=0.1)
     return run(sp.sketch_(model, tokens), torch.randn(4, 3, 32, 32))
@@ -164,28 +156,28 @@ def attending(**options: Any) -> Gradients:
     return grads(model(x, x, x, **options)[0], *model.parameters(), x)
 
 
-def conv1d(inputs: int, outputs: int) -> nn.Module:
+def conv1d(inputs: int, outputs: int) -> Any:
     from transformers.pytorch_utils import Conv1D
 
-    layer: nn.Module = Conv1D(outputs, inputs)
-    return layer
+    return Conv1D(outputs, inputs)
 
 
-def piped() -> Gradients:
+def piped(sketch: sp.Sketch) -> Gradients:
     """What a stage puts in the place of a dense message, and what is made of it there."""
     import torch.testing._internal.distributed.fake_pg  # has a process group that sends nothing
 
-    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
     stage: Any = object.__new__(SketchedPipelineStage)
-    stage.device, stage.stage_index, stage.num_stages, stage.group = "cuda", 1, 2, None
-    stage.set_sketch(Rows(0.1))
+    vars(stage).update(device="cuda", stage_index=1, num_stages=2, group=None)
+    stage.set_sketch(sketch)
     stage._leaving[0], stage._arriving[0] = [], []
     dense, out = torch.randn(4, 16, 64), torch.empty(4, 16, 64)
     with stage._own_stream():
         sent = stage._packed(dist.P2POp(dist.isend, dense, 1), 0).tensor
-    buffer = stage._expected(dist.P2POp(dist.irecv, out, 1), 0).tensor
-    ((form, _, _),) = stage._arriving[0]
-    form.unpack(buffer.copy_(sent), out)
+    stage._expected(dist.P2POp(dist.irecv, out, 1), 0).tensor.copy_(sent)
+    for form, buffer, place in stage._arriving[0]:
+        form.unpack(buffer, place)
     return [out]
 
 
@@ -250,8 +242,7 @@ CASES: dict[str, dict[str, Callable[[], Gradients]]] = {
         "MultiheadAttention": attending,
         "MultiheadAttention, without weights": partial(attending, need_weights=False),
         "Conv1D": partial(layers, conv1d, (8, 6, 8), sp.L1(0.25)),
-        "pipeline": piped,
-        **{f"wire, {s!r}": partial(packed, s) for s in (sp.L1(0.1), Rows(0.1))},
+        **{f"pipeline, {s!r}": partial(piped, s) for s in (sp.L1(0.1), Rows(0.1))},
         "branch": partial(branch, nn.GELU(), nn.Dropout(0.1)),
         "branch, input": partial(branch, nn.GELU(), nn.Dropout(0.1), save="input"),
         "branch, unknown": partial(branch, nn.Mish()),

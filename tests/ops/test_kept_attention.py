@@ -50,16 +50,13 @@ CASES: dict[str, dict[str, object]] = {
 
 def scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None, causal: bool) -> Tensor:
     """S of CUDA's memory-efficient kernel, which refuses what the assertions do."""
-    step = 16 // q.element_size()
-    for t in (q, k):
-        assert t.stride(-1) == 1
-        assert not any(n % step for n in (*t.stride()[:-1], t.storage_offset()))
-    S = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    for t, step in ((q, 16 // q.element_size()), (k, 16 // q.element_size()), (bias, 16)):
+        if t is not None:
+            assert t.stride(-1) == 1
+            assert not any(n % step for n in (*t.stride()[:-1], t.storage_offset()))
+    S = q @ k.mT * Attending(scale=scale).factor(q)
     if bias is not None:
-        assert bias.shape == S.shape
-        assert bias.dtype == q.dtype
-        assert bias.stride(-1) == 1
-        assert not any(n % 16 for n in bias.stride()[:-1])
+        assert (bias.shape, bias.dtype) == (S.shape, q.dtype)
         S = S + bias
     return S.masked_fill(torch.ones_like(S).triu(1).bool(), -math.inf) if causal else S
 
@@ -71,26 +68,22 @@ def by_token(x: Tensor) -> Tensor:
 def efficient(q, k, v, bias, wants, dropout_p=0.0, is_causal=False, *, scale=None):  # type: ignore[no-untyped-def]
     """What ``aten._scaled_dot_product_efficient_attention`` does, its padding included."""
     S = scores(q, k, bias, scale, is_causal)
-    logsumexp = S.logsumexp(-1)
-    logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
-    out = (S - logsumexp.unsqueeze(-1)).exp() @ v
-    padded = F.pad(logsumexp, (0, -q.shape[-2] % 32), value=math.inf)
-    seed = torch.zeros((), dtype=torch.int64)
-    return by_token(out), padded, seed, seed.clone()
+    lse = S.logsumexp(-1)
+    lse = lse.masked_fill(lse == -math.inf, 0.0)
+    out = (S - lse.unsqueeze(-1)).exp() @ v
+    padded = F.pad(lse, (0, -q.shape[-2] % 32), value=math.inf)
+    return by_token(out), padded, torch.tensor(0), torch.tensor(0)
 
 
-def efficient_back(  # type: ignore[no-untyped-def]
-    g, q, k, v, bias, out, logsumexp, seed, offset, dropout_p, wants, is_causal=False, *, scale=None
-):
-    """And its backward."""
-    rows = q.shape[-2]
+def efficient_back(g, q, k, v, bias, out, lse, *rest, scale=None):  # type: ignore[no-untyped-def]
+    """And its backward, without dropout and causality, which nobody asks of it."""
+    assert rest[2:] == (0.0, [True, True, True, False])
     assert out.transpose(1, 2).is_contiguous()
-    assert logsumexp.shape[-1] == rows + -rows % 32
-    assert logsumexp.is_contiguous()
-    assert (logsumexp[..., rows:] == math.inf).all()
-    P = (scores(q, k, bias, scale, is_causal) - logsumexp[..., :rows, None]).exp()
-    dS = P * (g @ v.mT - (g * out).sum(-1, keepdim=True))
-    dS = dS * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    assert lse.is_contiguous()
+    lse, padding = lse.split([q.shape[-2], -q.shape[-2] % 32], -1)
+    assert (padding == math.inf).all()
+    P = (scores(q, k, bias, scale, False) - lse.unsqueeze(-1)).exp()
+    dS = P * (g @ v.mT - (g * out).sum(-1, keepdim=True)) * Attending(scale=scale).factor(q)
     return by_token(dS @ k), by_token(dS.mT @ q), by_token(P.mT @ g), None
 
 
@@ -244,18 +237,21 @@ def test_bad_heads_name_the_fix() -> None:
     indirect=["engine"],
 )
 def test_compiled_in_one_graph_the_draw_is_that_of_eager(case: str, engine: str) -> None:
-    torch._dynamo.reset()
-    inputs = heads(), heads(), heads()
-
     def run(*inputs: Tensor) -> Tensor:
         return kept_attention(*inputs, queries=2, **CASES[case])  # type: ignore[arg-type]
 
-    fast = torch.compile(run, fullgraph=True, backend="aot_eager")
+    inputs = heads(), heads(), heads()
+    assert_compiled_as_eager(lambda call: grads_of(call(*inputs), inputs), run, 1e-9)
+
+
+def assert_compiled_as_eager(grads: Any, call: Any, limit: float) -> None:
+    torch._dynamo.reset()
+    fast = torch.compile(call, fullgraph=True, backend="aot_eager")
     for seed in range(2):
         torch.manual_seed(seed)
-        eager = grads_of(run(*inputs), inputs)
+        eager = grads(call)
         torch.manual_seed(seed)
-        assert apart(grads_of(fast(*inputs), inputs), eager) < 1e-9
+        assert apart(grads(fast), eager) < limit
 
 
 def whole(save: str = "activations", dropout: float = 0.2) -> nn.Module:
@@ -290,16 +286,10 @@ def test_dropout_has_one_mask_in_both_passes(save: str) -> None:
     indirect=["engine"],
 )
 def test_a_compiled_block_draws_as_eager_does(save: str, dropout: float, engine: str) -> None:
-    torch._dynamo.reset()
     block = whole(save, dropout)
     x = torch.randn(3, 8, 8, requires_grad=True)
     inputs = (x, *block.parameters())
-    fast = torch.compile(block, fullgraph=True, backend="aot_eager")
-    for seed in range(2):
-        torch.manual_seed(seed)
-        eager = grads_of(block(x), inputs)
-        torch.manual_seed(seed)
-        assert apart(grads_of(fast(x), inputs), eager) < 1e-4
+    assert_compiled_as_eager(lambda call: grads_of(call(x), inputs), block, 1e-4)
 
 
 def test_the_engine_is_torchs_kernel_on_cpus() -> None:
