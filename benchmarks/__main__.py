@@ -48,7 +48,8 @@ def main() -> None:
         show(title, lines, extras)
     if args.command == "linear" and args.sketches and not args.output:
         return  # one reader's question: printed, not a result of the page
-    allocator = "default" if args.command in ("import", "peak") else args.allocator
+    free = ("import", "peak", "launches")
+    allocator = "default" if args.command in free else args.allocator
     save(output, command, allocator, lines, extras)
     say(f"results: {output}")
     if lines and (args.plot or args.command == "linear"):
@@ -84,7 +85,7 @@ def _measure(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
         device = args.device or torch.device("cpu")
         names = _named(launches.MODELS, args.only)
         rows = list(launches.launches(names, args.modes, device))
-        extras = {"rows": rows, "target": launches.TARGET}
+        extras = {"rows": rows, "counted": launches.COUNTED, "target": launches.TARGET}
         _show_rows("Kernels that a step launches", rows, LAUNCHES)
     elif args.command == "import":
         rows = imports.imports(args.seconds)
