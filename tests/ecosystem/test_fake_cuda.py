@@ -102,9 +102,15 @@ linear = partial(layers, nn.Linear, (8, 6, 8))
 conv = partial(layers, partial(nn.Conv2d, kernel_size=3), (8, 8, 16, 16))
 
 
-def attention(mask: Callable[[], Tensor | None] = lambda: None, **options: Any) -> Gradients:
-    qkv = [torch.randn(4, 4, 16, 8, requires_grad=True) for _ in range(3)]
-    return grads(sp.kept_attention(*qkv, mask(), queries=0.3, **options), *qkv)
+def attention(
+    mask: Callable[[], Tensor | None] = lambda: None,
+    size: int = 8,
+    dtype: torch.dtype = torch.float32,
+    call: Any = sp.kept_attention,
+    **options: Any,
+) -> Gradients:
+    qkv = [torch.randn(4, 4, 17, size, dtype=dtype, requires_grad=True) for _ in range(3)]
+    return grads(call(*qkv, mask(), queries=0.3, **options), *qkv)
 
 
 def gated(sketch: sp.Sketch) -> Gradients:
@@ -227,6 +233,7 @@ def planned(model: nn.Module, loss_fn: Any, batches: list[Tensor]) -> None:
     sp.plan(model, loss_fn, batches[0], sketch=Tokens(0.2), rounds=1)
 
 
+ATTENTION = torch.compile(sp.kept_attention, fullgraph=True, backend="aot_eager")
 PAIR = sp.Split(input=Rows(0.25), weight=ForwardRows(0.25))
 PLAIN = (sp.L1, sp.L2, sp.Variance, sp.Diagonal, sp.ColumnMask, sp.SampleMask, sp.ElementMask)
 ROWS = ({}, {"unit": "sample"}, {"by": "gradient_input"}, {"by": "uniform"})
@@ -248,8 +255,10 @@ CASES: dict[str, dict[str, Callable[[], Gradients]]] = {
         "branch, unknown": partial(branch, nn.Mish()),
         "attention, dropout": partial(attention, dropout_p=0.1),
         "attention, causal": partial(attention, is_causal=True),
-        "attention, mask": partial(attention, lambda: torch.ones(16, 16, dtype=torch.bool)),
-        "attention, bias": partial(attention, lambda: torch.zeros(4, 1, 16, 16)),
+        "attention, mask": partial(attention, lambda: torch.ones(17, 17, dtype=torch.bool)),
+        "attention, bias": partial(attention, lambda: torch.zeros(4, 1, 17, 17)),
+        "attention, half": partial(attention, dtype=torch.float16, is_causal=True),
+        "attention, heads of 6": partial(attention, size=6),
     },
     "blocks": {
         "vit": partial(vit, Tokens(0.2)),
@@ -264,6 +273,7 @@ CASES: dict[str, dict[str, Callable[[], Gradients]]] = {
            for s in ("activations", "input")},
     },
     "compiled": {
+        "attention": partial(attention, dtype=torch.bfloat16, is_causal=True, call=ATTENTION),
         "activations": partial(vit, Tokens(0.2), compiled, 1),
         "input": partial(vit, Tokens(0.2, save="input"), compiled, 1),
     },
@@ -276,8 +286,15 @@ CASES: dict[str, dict[str, Callable[[], Gradients]]] = {
 }  # fmt: skip
 WAITS = {**{f"linear, {s!r}": 2 for s in SPECTRAL}, "measure": 30, "Tuner": 12, "advise": 1000}
 """How often a case may wait: torch's eigh does, and meters read numbers, not one per parameter."""
-KERNELS = {"attention, causal", "attention, mask", "attention, bias", "vit", "vit, input"}
-KERNELS |= {"vit, autocast", "vit, GradScaler", "Llama, input", "activations", "input"}
+KERNELS = {"input", "attention, causal", "attention, mask", "attention, bias", "vit", "vit, input"}
+KERNELS |= {
+    "attention",
+    "attention, half",
+    "vit, autocast",
+    "vit, GradScaler",
+    "Llama, input",
+    "activations",
+}
 """Where kept queries run in torch's memory-efficient kernel, compiled or not."""
 RAISES = {f"linear, {s!r}" for s in RANDOM}
 """They draw a random number of atoms, which the host has to know."""
