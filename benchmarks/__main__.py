@@ -1,4 +1,4 @@
-"""python -m benchmarks linear | conv | model | tokens | tuner | memory | peak | import | page
+"""python -m benchmarks linear | conv | model | tokens | launches | tuner | memory | peak | ...
 
 Times exact and sketched work in turns, in random order, in one process, and reports the median of
 the ratios within a round, with quartiles. Both sides run under the same allocator settings; by
@@ -20,7 +20,7 @@ from sketchprop.cli.expressions import parse_sketch
 from sketchprop.cli.show import say
 from sketchprop.core.table import Column, Table, words
 
-from . import imports, layers, models, peak, profile, tokens, tuner
+from . import device_table, imports, launches, layers, models, peak, profile, tokens, tuner
 from .page import write_page
 from .results import FOLDER, Line, compare, plot, save, show
 from .timing import restart_pinned
@@ -34,7 +34,9 @@ def main() -> None:
     if args.command == "compare":
         say(str(compare(args.before, args.after)))
         return
-    if args.command not in ("memory", "peak", "import"):
+    if getattr(args, "device", None):
+        device_table.check_device(args.device)
+    if args.command not in ("memory", "peak", "import", "launches"):
         restart_pinned(args.allocator)
     torch.set_num_threads(args.threads)
     command = "python -m benchmarks " + shlex.join(sys.argv[1:])
@@ -46,7 +48,8 @@ def main() -> None:
         show(title, lines, extras)
     if args.command == "linear" and args.sketches and not args.output:
         return  # one reader's question: printed, not a result of the page
-    allocator = "default" if args.command in ("import", "peak") else args.allocator
+    free = ("import", "peak", "launches")
+    allocator = "default" if args.command in free else args.allocator
     save(output, command, allocator, lines, extras)
     say(f"results: {output}")
     if lines and (args.plot or args.command == "linear"):
@@ -58,7 +61,9 @@ def main() -> None:
 def _kind(args: argparse.Namespace) -> str:
     """Compiled models are lines beside others; on kept tokens they are a table of their own."""
     words_of = ("compile", "profile", "proof") if args.command == "tokens" else ()
-    return "".join(f"-{word}" for word in words_of if getattr(args, word))
+    device = getattr(args, "device", None)
+    where = f"-{device}" if device else ""
+    return "".join(f"-{word}" for word in words_of if getattr(args, word)) + where
 
 
 def _measure(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
@@ -76,6 +81,12 @@ def _measure(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
         lines = list(models.models(names, args.budgets, args.seconds, args.compile))
     elif args.command == "tokens":
         lines, extras = _tokens(args)
+    elif args.command == "launches":
+        device = args.device or torch.device("cpu")
+        names = _named(launches.MODELS, args.only)
+        rows = list(launches.launches(names, args.modes, device))
+        extras = {"rows": rows, "counted": launches.COUNTED, "target": launches.TARGET}
+        _show_rows("Kernels that a step launches", rows, LAUNCHES)
     elif args.command == "import":
         rows = imports.imports(args.seconds)
         extras = {"rows": rows, "target": f"{imports.TARGET_SECONDS:g} s added"}
@@ -106,6 +117,8 @@ def _linear(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
 
 
 def _tokens(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
+    if args.device:
+        return [], _on_device(args)
     names = _named(tokens.MODELS, args.only)
     if not args.profile:
         run = tokens.compiled if args.compile else tokens.proofs if args.proof else tokens.tokens
@@ -113,6 +126,24 @@ def _tokens(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
     found = profile.profiles(names, args.steps)
     _show_rows("Shares of the exact step, by operation", found, PROFILE)
     return [], {"rows": found}
+
+
+def _on_device(args: argparse.Namespace) -> dict[str, object]:
+    """Printed as Markdown: to paste into an issue."""
+    names = _named(tokens.MODELS, args.only or "ViT 96")
+    models = {name: tokens.MODELS[name] for name in names}
+    found = list(
+        device_table.rows(
+            models, args.device, args.batches, args.modes, args.seconds, args.autocast
+        )
+    )
+    lines = [[row[column.title] for column in device_table.COLUMNS] for row in found]
+    about = f"{device_table.about(args.device)}, {args.autocast or 'float32'}"
+    table = Table("", device_table.COLUMNS, lines)
+    text = ["| " + " | ".join(cells) + " |" for cells in (table.header, *table.cells())]
+    text.insert(1, "|---" * len(device_table.COLUMNS) + "|")
+    say("\n".join([about, "", *text, "", device_table.LEGEND]))
+    return {"rows": found, "about": about}
 
 
 def _named(cases: Iterable[str], part: str) -> list[str]:
@@ -127,6 +158,8 @@ TUNER = (
     *(words("case"), Column("steps"), Column("ratio", ".4f"), Column("counted", ".4f")),
     *(Column("probes"), words("ends_exact"), words("why")),
 )
+MODES = ("eager", "compiled")
+LAUNCHES = (*(words("model"), words("mode"), words("step"), Column("forward"), Column("backward")),)
 
 PROFILE = (
     *(words("model"), words("budgets"), words("operations")),
@@ -194,6 +227,16 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--profile", action="store_true", help="what is left above the floor instead")
     how.add_argument("--proof", action="store_true", help="what proving the blocks costs instead")
     kept.add_argument("--steps", type=int, default=3, help="of a profile")
+    how.add_argument(
+        "--device", type=torch.device, help="instead: one table on cpu, cuda, mps, xpu"
+    )
+    kept.add_argument("--batches", type=int, nargs="+", default=device_table.BATCHES)
+    kept.add_argument("--autocast", choices=("bfloat16", "float16"), help="on a device")
+    kept.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="on a device")
+    number = commands.add_parser("launches", parents=[common], help="kernels that a step launches")
+    number.add_argument("--only", default="", help="models whose name contains this")
+    number.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    number.add_argument("--device", type=torch.device, help="cpu, cuda, mps, xpu")
     most = commands.add_parser("peak", parents=[common], help="peak memory and largest batch")
     most.add_argument("--only", default="", help="models whose name contains this")
     most.add_argument("--methods", nargs="+", choices=peak.METHODS, default=peak.METHODS)

@@ -15,6 +15,7 @@ import torch
 
 from sketchprop.core.stopwatch import cpu_name, in_turns, timed
 
+CPU = torch.device("cpu")
 PINNED = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
@@ -60,6 +61,7 @@ def interleave(
     seconds: float = 3.0,
     rounds: tuple[int, int] = (9, 400),
     behind: bool = False,
+    device: torch.device = CPU,
 ) -> dict[str, Ratio]:
     """Times each function once per round, in random order, until ``seconds`` are used up.
 
@@ -78,7 +80,7 @@ def interleave(
             if isinstance(each, Prepared):
                 each.prepare()
 
-    times = in_turns(list(work.values()), rounds, torch.device("cpu"), seconds, prepare)
+    times = in_turns(list(work.values()), rounds, device, seconds, prepare)
     return _ratios(work, list(zip(*times, strict=True)))
 
 
@@ -87,7 +89,7 @@ def _one_at_a_time(each: Work) -> Iterator[float]:
     while True:
         if isinstance(each, Prepared):
             each.prepare()
-        yield timed(each, torch.device("cpu"))[0]
+        yield timed(each, CPU)[0]
 
 
 def _ratios(names: Iterable[str], rounds: Sequence[Sequence[float]]) -> dict[str, Ratio]:

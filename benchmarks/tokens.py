@@ -16,7 +16,7 @@ from sketchprop.layers.blocks import SketchedBlock
 from sketchprop.zoo import ViT
 
 from .results import Line
-from .timing import interleave
+from .timing import CPU, interleave
 
 Step = Callable[[], object]
 
@@ -51,6 +51,22 @@ class Size(NamedTuple):
             model = ViT(dim=self.dim, depth=self.depth, heads=self.heads, hidden=self.hidden)
             return model, torch.randn(self.batch, 3, 32, 32)
         return self._bert(), torch.randint(0, self.words, (self.batch, self.tokens))
+
+    def prepared(
+        self, sketch: sp.Tokens | None, device: torch.device, *, checkpointed: bool = False
+    ) -> tuple[nn.Module, Tensor]:
+        """The same weights and the same batch each time, in training mode."""
+        torch.manual_seed(0)
+        with device:
+            model, inputs = self.model()
+        model.train()
+        if sketch is not None:
+            sp.sketch_(model, sketch)
+        if checkpointed:
+            for module in model.modules():
+                if type(module).__name__ in ("Block", "BertLayer"):
+                    module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+        return model, inputs
 
     def _bert(self) -> nn.Module:
         """BERT of transformers with the sizes of a published model, random, without dropout."""
@@ -202,17 +218,6 @@ def forward(name: str) -> Step:
 
 
 def prepared(
-    name: str, sketch: sp.Tokens | None = None, *, checkpointed: bool = False, batch: int = 0
+    name: str, sketch: sp.Tokens | None = None, *, checkpointed: bool = False
 ) -> tuple[nn.Module, Tensor]:
-    """The same weights and the same batch each time, in training mode."""
-    torch.manual_seed(0)
-    size = MODELS[name]
-    model, inputs = size._replace(batch=batch or size.batch).model()
-    model.train()
-    if sketch is not None:
-        sp.sketch_(model, sketch)
-    if checkpointed:
-        for module in model.modules():
-            if type(module).__name__ in ("Block", "BertLayer"):
-                module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
-    return model, inputs
+    return MODELS[name].prepared(sketch, CPU, checkpointed=checkpointed)

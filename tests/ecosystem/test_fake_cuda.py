@@ -2,6 +2,7 @@
 
 Each group of cases runs in a process of its own, in which ``fake_cuda.cpp`` stands in for CUDA:
 all gradients are there and on the device, nothing waits for it and nothing is copied.
+Not here: ``trial``, which tells batches apart by their numbers; DDP, whose reducer reads memory.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
+from benchmarks import launches
 from sketchprop import Rows, Tokens, select, zoo
-from sketchprop.distributed.wire import wire_format
+from sketchprop.distributed import SketchedPipelineStage
 from sketchprop.layers import SketchedBlock
 from sketchprop.sketches import Every, ForwardRows
 
@@ -47,6 +51,7 @@ class Watch(TorchDispatchMode):
         self.reads = reads
         self.copies: list[str] = []
         self.waits: list[str] = []
+        self.kernels = 0
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -61,6 +66,7 @@ class Watch(TorchDispatchMode):
             self.waits += [str(packet)] * args[0].is_cuda
             return 1.0 if args[0].is_floating_point() else 1
         result = func(*args, **kwargs)
+        self.kernels += packet is aten._scaled_dot_product_efficient_attention_backward
         if packet in (aten._linalg_eigh, aten._linalg_svd):  # they wait inside of their kernels
             self.waits.append(str(packet))
         # A single number on the host is an argument of a kernel, unless it is copied.
@@ -96,9 +102,15 @@ linear = partial(layers, nn.Linear, (8, 6, 8))
 conv = partial(layers, partial(nn.Conv2d, kernel_size=3), (8, 8, 16, 16))
 
 
-def attention(mask: Callable[[], Tensor | None] = lambda: None, **options: Any) -> Gradients:
-    qkv = [torch.randn(4, 4, 16, 8, requires_grad=True) for _ in range(3)]
-    return grads(sp.kept_attention(*qkv, mask(), queries=0.3, **options), *qkv)
+def attention(
+    mask: Callable[[], Tensor | None] = lambda: None,
+    size: int = 8,
+    dtype: torch.dtype = torch.float32,
+    call: Any = sp.kept_attention,
+    **options: Any,
+) -> Gradients:
+    qkv = [torch.randn(4, 4, 17, size, dtype=dtype, requires_grad=True) for _ in range(3)]
+    return grads(call(*qkv, mask(), queries=0.3, **options), *qkv)
 
 
 def gated(sketch: sp.Sketch) -> Gradients:
@@ -110,13 +122,6 @@ def branch(*middle: nn.Module, **options: Any) -> Gradients:
     f = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), *middle, nn.Linear(64, 32))
     x = torch.randn(4, 16, 32, requires_grad=True)
     return grads(sp.branch(f, x, 0.3, **options), x, *f.parameters())
-
-
-def packed(sketch: sp.Sketch) -> Gradients:
-    grad = torch.randn(4, 16, 64)
-    form: Any = wire_format(sketch, grad)
-    form.unpack(form.pack(grad), out := torch.empty_like(grad))
-    return [out]
 
 
 def vit(tokens: Tokens, run: Callable[..., Gradients] = backward, depth: int = 2) -> Gradients:
@@ -150,6 +155,44 @@ def scaled(model: nn.Module, x: Tensor) -> Gradients:
     return [p.grad for p in model.parameters()]
 
 
+def attending(**options: Any) -> Gradients:
+    model = nn.MultiheadAttention(32, 4, batch_first=True)
+    sp.sketch_(model, sp.L1(0.25), select.everything)
+    x = torch.randn(4, 16, 32, requires_grad=True)
+    return grads(model(x, x, x, **options)[0], *model.parameters(), x)
+
+
+def conv1d(inputs: int, outputs: int) -> Any:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D(outputs, inputs)
+
+
+def piped(sketch: sp.Sketch) -> Gradients:
+    """What a stage puts in the place of a dense message, and what is made of it there."""
+    import torch.testing._internal.distributed.fake_pg  # has a process group that sends nothing
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    stage: Any = object.__new__(SketchedPipelineStage)
+    vars(stage).update(device="cuda", stage_index=1, num_stages=2, group=None)
+    stage.set_sketch(sketch)
+    stage._leaving[0], stage._arriving[0] = [], []
+    dense, out = torch.randn(4, 16, 64), torch.empty(4, 16, 64)
+    with stage._own_stream():
+        sent = stage._packed(dist.P2POp(dist.isend, dense, 1), 0).tensor
+    stage._expected(dist.P2POp(dist.irecv, out, 1), 0).tensor.copy_(sent)
+    for form, buffer, place in stage._arriving[0]:
+        form.unpack(buffer, place)
+    return [out]
+
+
+def exported(model: nn.Module, x: Tensor) -> Gradients:
+    """What is exported is the plain model."""
+    program = torch.export.export(model.eval(), (x,))
+    return [program.module()(x)]
+
+
 def encoder() -> Gradients:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     return backward(sp.sketch_(layer, Tokens(0.2)), torch.randn(4, 16, 32, requires_grad=True))
@@ -167,6 +210,13 @@ def text(name: str, save: str) -> Gradients:
     return backward(model, input_ids=ids, labels=ids[:, 0], attention_mask=ids)
 
 
+def counted() -> Gradients:
+    size = launches.MODELS["ViT 96 × 4, 16 × 64 tokens"]
+    counts = launches.eager(*size.prepared(launches.SKETCH, torch.device("cuda")))
+    assert counts.backward <= launches.BOUND
+    return []
+
+
 def measured(ask: Callable[..., Any]) -> Gradients:
     batches = [torch.randn(n, 3, 32, 32) for n in (4, 6)]
     ask(zoo.ViT(dim=16, depth=1, hidden=64), lambda m, batch: m(batch).square().mean(), batches)
@@ -179,6 +229,11 @@ def tuned(model: nn.Module, loss_fn: Any, batches: list[Tensor]) -> None:
         pass
 
 
+def planned(model: nn.Module, loss_fn: Any, batches: list[Tensor]) -> None:
+    sp.plan(model, loss_fn, batches[0], sketch=Tokens(0.2), rounds=1)
+
+
+ATTENTION = torch.compile(sp.kept_attention, fullgraph=True, backend="aot_eager")
 PAIR = sp.Split(input=Rows(0.25), weight=ForwardRows(0.25))
 PLAIN = (sp.L1, sp.L2, sp.Variance, sp.Diagonal, sp.ColumnMask, sp.SampleMask, sp.ElementMask)
 ROWS = ({}, {"unit": "sample"}, {"by": "gradient_input"}, {"by": "uniform"})
@@ -191,14 +246,19 @@ CASES: dict[str, dict[str, Callable[[], Gradients]]] = {
         "linear, planned": partial(linear, sp.L1(0.25), planner=Every(2)),
         **{f"conv, {s!r}": partial(conv, s) for s in (sp.L1(0.25), sp.L2(0.25), Rows(0.25))},
         **{f"gate, {s!r}": partial(gated, s) for s in (sp.L1(0.25), Rows(0.25))},
-        **{f"wire, {s!r}": partial(packed, s) for s in (sp.L1(0.1), Rows(0.1))},
+        "MultiheadAttention": attending,
+        "MultiheadAttention, without weights": partial(attending, need_weights=False),
+        "Conv1D": partial(layers, conv1d, (8, 6, 8), sp.L1(0.25)),
+        **{f"pipeline, {s!r}": partial(piped, s) for s in (sp.L1(0.1), Rows(0.1))},
         "branch": partial(branch, nn.GELU(), nn.Dropout(0.1)),
         "branch, input": partial(branch, nn.GELU(), nn.Dropout(0.1), save="input"),
         "branch, unknown": partial(branch, nn.Mish()),
         "attention, dropout": partial(attention, dropout_p=0.1),
         "attention, causal": partial(attention, is_causal=True),
-        "attention, mask": partial(attention, lambda: torch.ones(16, 16, dtype=torch.bool)),
-        "attention, bias": partial(attention, lambda: torch.zeros(4, 1, 16, 16)),
+        "attention, mask": partial(attention, lambda: torch.ones(17, 17, dtype=torch.bool)),
+        "attention, bias": partial(attention, lambda: torch.zeros(4, 1, 17, 17)),
+        "attention, half": partial(attention, dtype=torch.float16, is_causal=True),
+        "attention, heads of 6": partial(attention, size=6),
     },
     "blocks": {
         "vit": partial(vit, Tokens(0.2)),
@@ -206,22 +266,36 @@ CASES: dict[str, dict[str, Callable[[], Gradients]]] = {
         "vit, autocast": partial(vit, Tokens(0.2), under_autocast),
         "vit, checkpoint": partial(vit, Tokens(0.2), under_checkpoint),
         "vit, GradScaler": partial(vit, Tokens(0.2), scaled),
+        "vit, export": partial(vit, Tokens(0.2), exported),
+        "launches": counted,
         "encoder": encoder,
         **{f"{n}, {s}": partial(text, n, save=s) for n in ("Bert", "Llama")
            for s in ("activations", "input")},
     },
     "compiled": {
+        "attention": partial(attention, dtype=torch.bfloat16, is_causal=True, call=ATTENTION),
         "activations": partial(vit, Tokens(0.2), compiled, 1),
         "input": partial(vit, Tokens(0.2, save="input"), compiled, 1),
     },
     "meters": {
         "measure": partial(measured, partial(sp.measure, sketch=Tokens(0.2), draws=2, split=False)),
         "Tuner": partial(measured, tuned),
+        "plan": partial(measured, planned),
         "advise": partial(measured, partial(sp.advise, minutes=0.15)),
     },
 }  # fmt: skip
 WAITS = {**{f"linear, {s!r}": 2 for s in SPECTRAL}, "measure": 30, "Tuner": 12, "advise": 1000}
 """How often a case may wait: torch's eigh does, and meters read numbers, not one per parameter."""
+KERNELS = {"input", "attention, causal", "attention, mask", "attention, bias", "vit", "vit, input"}
+KERNELS |= {
+    "attention",
+    "attention, half",
+    "vit, autocast",
+    "vit, GradScaler",
+    "Llama, input",
+    "activations",
+}
+"""Where kept queries run in torch's memory-efficient kernel, compiled or not."""
 RAISES = {f"linear, {s!r}" for s in RANDOM}
 """They draw a random number of atoms, which the host has to know."""
 
@@ -241,19 +315,23 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("group", CASES)
 def test_nothing_waits_and_nothing_is_copied(cuda: str, group: str) -> None:
-    command, env = [sys.executable, __file__, group], {**os.environ, "LD_PRELOAD": cuda}
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, __file__, group]
+    env = {**os.environ, "LD_PRELOAD": cuda, "PYTHONPATH": paths}
     lines = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout
     cases = {case.pop("name"): case for case in map(json.loads, lines.splitlines())}
     assert cases.keys() == CASES[group].keys()
     for name, case in cases.items():
         raised = "DataDependentOutputException" if name in RAISES else ""
         assert case.pop("waits") <= WAITS.get(name, 0), name
+        assert case.pop("kernels") or name not in KERNELS, name
         assert case == {"copies": [], "elsewhere": [], "raised": raised}, name
 
 
 def main(group: str) -> None:
     """Runs the cases of a group, a line of JSON for each; what asks a driver has answers here."""
     answers = {"is_available": True, "is_bf16_supported": True, "_lazy_init": None}
+    answers |= {"get_device_properties": SimpleNamespace(major=8)}
     answers |= {"synchronize": None, "set_rng_state": None, "manual_seed": None}
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **options: answer)
@@ -271,7 +349,8 @@ def main(group: str) -> None:
             raised = type(error).__name__
         elsewhere = [str(g) for g in found if g is None or not g.is_cuda]
         said = {"copies": watch.copies, "elsewhere": elsewhere, "raised": raised}
-        print(json.dumps({"name": name, "waits": len(watch.waits), **said}), flush=True)
+        counts = {"waits": len(watch.waits), "kernels": watch.kernels}
+        print(json.dumps({"name": name, **counts, **said}), flush=True)
     os._exit(0)  # autograd's threads would wait for a device to shut down
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vjp
+from torch.func import functional_call, grad
 
 import sketchprop as sp
 from stack_helpers import SKETCHES, batch, equal, gradients, net
@@ -32,15 +32,6 @@ def test_func_grad_is_backward(sketch: sp.Sketch) -> None:
     backward = gradients(model.parameters(), lambda: F.cross_entropy(model(x), y), 5)
     assert equal(functional_gradients(model, 5), backward)
     assert not equal(functional_gradients(net(dropout=0.2), 5), backward)
-
-
-def test_vjp_of_a_sketched_layer() -> None:
-    weight, x, v = torch.randn(8, 5), torch.randn(6, 5), torch.randn(6, 8)
-    _, pull = vjp(lambda w: sp.sketched_linear(x, w, None, sp.ColumnMask(2)), weight)
-    (dW,) = pull(v)
-    kept = dW.abs().sum(1) > 0
-    assert int(kept.sum()) == 2
-    torch.testing.assert_close(dW[kept], 4 * (v.mT @ x)[kept])
 
 
 def test_functional_call_uses_the_given_parameters() -> None:

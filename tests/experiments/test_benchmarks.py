@@ -10,10 +10,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import imports
+from benchmarks import imports, launches
 from benchmarks.__main__ import _measure
+from benchmarks.device_table import check_device
 from benchmarks.results import FOLDER
+from benchmarks.timing import CPU
 from benchmarks.tuner import CASES, tuner
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +71,36 @@ def test_a_reader_times_sketches_of_their_own_and_stores_nothing(tmp_path):
     )
     assert done.stdout.count("8 × 6 × 10") == done.stdout.count(pair) == 2
     assert set(FOLDER.iterdir()) == stored
+
+
+def test_a_table_for_an_issue_names_the_device(tmp_path):
+    words = ("tokens", "--device", "cpu", "--modes", "eager", "--batches", "2")
+    result, printed = run(tmp_path, *words)
+    (row,) = result["rows"]
+    assert row["eager"] > 0
+    assert row["launches"] < row["kept launches"]
+    assert f"torch {result['machine']['torch']}" in printed
+    assert "| ViT 96 × 4 | 2 |" in printed
+
+
+def test_a_device_that_is_not_there_is_said():
+    with pytest.raises(SystemExit, match="no such device here"):
+        check_device(torch.device("xpu" if torch.cuda.is_available() else "cuda"))
+
+
+def test_launches_of_a_backward_pass_stay_below_their_bound():
+    size = launches.MODELS["ViT 96 × 4, 16 × 64 tokens"]
+    exact, kept = (launches.eager(*size.prepared(s, CPU)) for s in (None, launches.SKETCH))
+    assert kept.forward <= exact.forward
+    assert exact.backward < kept.backward <= launches.BOUND
+
+
+def test_views_and_empty_tensors_are_no_launches():
+    x = torch.randn(4, 6)
+    with launches.Launches() as seen:
+        x.view(24).detach()[3:].add_(1)
+        torch.empty_like(x).copy_(x).sum()
+    assert seen.calls == {"aten.add_.Tensor": 1, "aten.copy_.default": 1, "aten.sum.default": 1}
 
 
 def test_an_import_is_timed(monkeypatch):

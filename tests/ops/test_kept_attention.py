@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from sketchprop.core.enumeration import expectation
 from sketchprop.core.sampling import Uniforms, draw_uniforms
 from sketchprop.ops.attend import Attending
 
-N, H, T, D = 2, 4, 5, 3
+N, H, T, D = 2, 4, 5, 4
 
 
 def heads(count: int = H, tokens: int = T, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -46,6 +48,61 @@ CASES: dict[str, dict[str, object]] = {
 }
 
 
+def scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None, causal: bool) -> Tensor:
+    """S of CUDA's memory-efficient kernel, which refuses what the assertions do."""
+    for t, step in ((q, 16 // q.element_size()), (k, 16 // q.element_size()), (bias, 16)):
+        if t is not None:
+            assert t.stride(-1) == 1
+            assert not any(n % step for n in (*t.stride()[:-1], t.storage_offset()))
+    S = q @ k.mT * Attending(scale=scale).factor(q)
+    if bias is not None:
+        assert (bias.shape, bias.dtype) == (S.shape, q.dtype)
+        S = S + bias
+    return S.masked_fill(torch.ones_like(S).triu(1).bool(), -math.inf) if causal else S
+
+
+def by_token(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def efficient(q, k, v, bias, wants, dropout_p=0.0, is_causal=False, *, scale=None):  # type: ignore[no-untyped-def]
+    """What ``aten._scaled_dot_product_efficient_attention`` does, its padding included."""
+    S = scores(q, k, bias, scale, is_causal)
+    lse = S.logsumexp(-1)
+    lse = lse.masked_fill(lse == -math.inf, 0.0)
+    out = (S - lse.unsqueeze(-1)).exp() @ v
+    padded = F.pad(lse, (0, -q.shape[-2] % 32), value=math.inf)
+    return by_token(out), padded, torch.tensor(0), torch.tensor(0)
+
+
+def efficient_back(g, q, k, v, bias, out, lse, *rest, scale=None):  # type: ignore[no-untyped-def]
+    """And its backward, without dropout and causality, which nobody asks of it."""
+    assert rest[2:] == (0.0, [True, True, True, False])
+    assert out.transpose(1, 2).is_contiguous()
+    assert lse.is_contiguous()
+    lse, padding = lse.split([q.shape[-2], -q.shape[-2] % 32], -1)
+    assert (padding == math.inf).all()
+    P = (scores(q, k, bias, scale, False) - lse.unsqueeze(-1)).exp()
+    dS = P * (g @ v.mT - (g * out).sum(-1, keepdim=True)) * Attending(scale=scale).factor(q)
+    return by_token(dS @ k), by_token(dS.mT @ q), by_token(P.mT @ g), None
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Attention by this way, CUDA's with kernels that stand in for it."""
+    library = torch.library.Library("aten", "IMPL")
+    name = "_scaled_dot_product_efficient_attention"
+    library.impl(name, efficient, "CPU")
+    library.impl(f"{name}_backward", efficient_back, "CPU")
+    way: str = request.param
+    monkeypatch.setattr(Attending, "engine", lambda how, q, v: way)
+    yield way
+    library._destroy()
+
+
+ENGINES = ("flash", "efficient", "again", "formulas")
+
+
 def grads_of(y: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     weights = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)
     return torch.autograd.grad((y * weights).sum(), inputs)
@@ -57,18 +114,12 @@ def apart(found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
 
 @pytest.mark.parametrize(
     ("case", "engine"),
-    [
-        (case, engine)
-        for case in CASES
-        for engine in ("flash", "again", "formulas")[2 * ("dropout" in case) :]
-    ],
+    [(case, engine) for case in CASES for engine in ENGINES[3 * ("dropout" in case) :]],
+    indirect=["engine"],
 )
-def test_the_mean_over_all_draws_is_the_exact_gradient(
-    case: str, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the kernel of CPUs, and with the two ways of other devices."""
+def test_the_mean_over_all_draws_is_the_exact_gradient(case: str, engine: str) -> None:
+    """With the kernel of CPUs, and with the ways of other devices."""
     arguments = CASES[case]
-    monkeypatch.setattr(Attending, "engine", lambda how, q, v: engine)
     torch.manual_seed(0)
     inputs = heads(), heads(), heads()
 
@@ -95,21 +146,15 @@ def assert_exact_mean(inputs: tuple[Tensor, ...], capacity: float = 1.0, **argum
     assert apart(mean, truth) < 1e-12
 
 
-@pytest.mark.parametrize("engine", ["flash", "again", "formulas"])
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
 @pytest.mark.parametrize("few", [1, 2])
-def test_grouped_heads_have_the_exact_mean(
-    few: int, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Attending, "engine", lambda how, q, v: engine)
+def test_grouped_heads_have_the_exact_mean(few: int, engine: str) -> None:
     assert_exact_mean((heads(), heads(few), heads(few)), enable_gqa=True)
 
 
-@pytest.mark.parametrize("engine", ["flash", "again", "formulas"])
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
 @pytest.mark.parametrize("case", ["plain", "causal", "padding", "added, for each head"])
-def test_queries_that_the_batch_shares_have_the_exact_mean(
-    case: str, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Attending, "engine", lambda how, q, v: engine)
+def test_queries_that_the_batch_shares_have_the_exact_mean(case: str, engine: str) -> None:
     assert_exact_mean((heads(), heads(), heads()), 1.5, **CASES[case])
 
 
@@ -186,20 +231,27 @@ def test_bad_heads_name_the_fix() -> None:
         kept_attention(nested, nested, nested)
 
 
-@pytest.mark.parametrize("case", ["causal", "padding", "dropout"])
-def test_compiled_in_one_graph_the_draw_is_that_of_eager(case: str) -> None:
-    torch._dynamo.reset()
-    inputs = heads(), heads(), heads()
-
+@pytest.mark.parametrize(
+    ("case", "engine"),
+    [("causal", "flash"), ("padding", "flash"), ("dropout", "formulas"), ("causal", "efficient")],
+    indirect=["engine"],
+)
+def test_compiled_in_one_graph_the_draw_is_that_of_eager(case: str, engine: str) -> None:
     def run(*inputs: Tensor) -> Tensor:
         return kept_attention(*inputs, queries=2, **CASES[case])  # type: ignore[arg-type]
 
-    fast = torch.compile(run, fullgraph=True, backend="aot_eager")
+    inputs = heads(), heads(), heads()
+    assert_compiled_as_eager(lambda call: grads_of(call(*inputs), inputs), run, 1e-9)
+
+
+def assert_compiled_as_eager(grads: Any, call: Any, limit: float) -> None:
+    torch._dynamo.reset()
+    fast = torch.compile(call, fullgraph=True, backend="aot_eager")
     for seed in range(2):
         torch.manual_seed(seed)
-        eager = grads_of(run(*inputs), inputs)
+        eager = grads(call)
         torch.manual_seed(seed)
-        assert apart(grads_of(fast(*inputs), inputs), eager) < 1e-9
+        assert apart(grads(fast), eager) < limit
 
 
 def whole(save: str = "activations", dropout: float = 0.2) -> nn.Module:
@@ -228,18 +280,16 @@ def test_dropout_has_one_mask_in_both_passes(save: str) -> None:
     assert apart(found, truth) < 1e-6
 
 
-@pytest.mark.parametrize(("save", "dropout"), [("activations", 0.2), ("input", 0.0)])
-def test_a_compiled_block_draws_as_eager_does(save: str, dropout: float) -> None:
-    torch._dynamo.reset()
+@pytest.mark.parametrize(
+    ("save", "dropout", "engine"),
+    [("activations", 0.2, "formulas"), ("input", 0.0, "flash"), ("input", 0.0, "efficient")],
+    indirect=["engine"],
+)
+def test_a_compiled_block_draws_as_eager_does(save: str, dropout: float, engine: str) -> None:
     block = whole(save, dropout)
     x = torch.randn(3, 8, 8, requires_grad=True)
     inputs = (x, *block.parameters())
-    fast = torch.compile(block, fullgraph=True, backend="aot_eager")
-    for seed in range(2):
-        torch.manual_seed(seed)
-        eager = grads_of(block(x), inputs)
-        torch.manual_seed(seed)
-        assert apart(grads_of(fast(x), inputs), eager) < 1e-4
+    assert_compiled_as_eager(lambda call: grads_of(call(x), inputs), block, 1e-4)
 
 
 def test_the_engine_is_torchs_kernel_on_cpus() -> None:

@@ -5,10 +5,11 @@ With S = QKᵀ/√d + mask, P = softmax(S), O = PV the gradients of the queries 
     dS = P ∘ (dO Vᵀ - rowsum(dO ∘ O)),   dQ = dS K/√d,   dK = dSᵀ Q/√d,   dV = Pᵀ dO
 
 and rows of dO that are zero are rows of zeros in all of them: only the kept rows of Q, O, dO, of
-the log-sum-exp and of the mask are looked at, and all keys and values. Three ways to compute it:
-torch's flash kernel for CPUs, whose backward takes such rows and needs no second forward pass;
-elsewhere ``F.scaled_dot_product_attention`` once more for the kept queries; and the formulas above
-where neither can be (dropout, whose mask must be the same; compiled for other devices).
+the log-sum-exp and of the mask are looked at, and all keys and values. Ways to compute it: torch's
+flash kernel for CPUs and its memory-efficient one for CUDA, whose backward takes such rows and
+needs no second forward pass; elsewhere ``F.scaled_dot_product_attention`` once more for the kept
+queries; and the formulas above where none can be (dropout, whose mask must be the same; compiled
+for other devices).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _aten = torch.ops.aten
+_BIAS, _LSE = 16, 32
+"""What the memory-efficient kernel wants rows of a mask and of log-sum-exps to be multiples of."""
 Heads = tuple[Tensor, Tensor, Tensor]
 """q, k and v, or their gradients: ``[N, heads, tokens, size]`` each."""
 Rotary = tuple[Tensor, Tensor]
@@ -39,6 +42,8 @@ class Attending(NamedTuple):
             return "formulas"
         if q.device.type == "cpu":
             return "flash" if q.shape[-1] == v.shape[-1] and v.shape[-2] > 0 else "formulas"
+        if q.device.type == "cuda" and _is_efficient(q, v):
+            return "efficient"
         return "formulas" if torch.compiler.is_compiling() else "again"
 
     def factor(self, q: Tensor) -> float:
@@ -51,7 +56,10 @@ class Attending(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """The result, and what backward wants of it: log-sum-exp (flash), mask of dropout."""
+    """The result, and what backward wants of it: log-sum-exp of a kernel, mask of dropout.
+
+    The memory-efficient kernel pads log-sum-exps to a multiple of 32 queries.
+    """
 
     out: Any
     logsumexp: Tensor | None = None
@@ -79,10 +87,16 @@ def attend(
             attn_mask=_mask_for_flash(mask, q), scale=how.scale,
         )  # fmt: skip
         return Attended(out, logsumexp)
+    if engine == "efficient":
+        out, logsumexp, _, _ = _aten._scaled_dot_product_efficient_attention(
+            *[_aligned(t) for t in (q, k, v)], _bias(mask, q, k), True,
+            is_causal=how.is_causal, scale=how.scale,
+        )  # fmt: skip
+        return Attended(out, logsumexp)
     if engine == "again":
         out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, how.is_causal, scale=how.scale)
         return Attended(out)
-    P = _weights(q, k, additive(causal(q, k) if how.is_causal else mask, q.dtype), how)
+    P = _weights(q, k, causal(q, k) if how.is_causal else mask, how)
     if how.dropout_p == 0:
         return Attended(P @ v)
     if dropout is None:
@@ -110,6 +124,8 @@ def attend_back(
             *[_side_by_side(t) for t in (g, q, wide_k, wide_v)],
             attended.out, attended.logsumexp, 0.0, False, attn_mask=added, scale=how.scale,
         )  # fmt: skip
+    elif engine == "efficient":
+        dq, dk, dv = _efficient_back(g, (q, wide_k, wide_v), attended, mask, how)
     elif engine == "again":
         with torch.enable_grad():
             q, wide_k, wide_v = (t.detach().requires_grad_() for t in (q, wide_k, wide_v))
@@ -118,6 +134,53 @@ def attend_back(
     else:
         dq, dk, dv = _formulas(g, (q, wide_k, wide_v), attended.dropout, mask, how)
     return dq, _as_few_heads(dk, k.shape[1]), _as_few_heads(dv, k.shape[1])
+
+
+def _is_efficient(q: Tensor, v: Tensor) -> bool:
+    """Whether torch has its memory-efficient kernel for such tensors on NVIDIA's GPUs."""
+    if torch.version.hip is not None or 0 in (*q.shape, *v.shape):
+        return False
+    if q.dtype == torch.bfloat16 and torch.cuda.get_device_properties(q.device).major < 8:
+        return False
+    whole = all(t.shape[-1] * t.element_size() % 16 == 0 for t in (q, v))
+    return whole and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _efficient_back(
+    g: Tensor, heads: Heads, attended: Attended, mask: Tensor | None, how: Attending
+) -> Heads:
+    q, k, v = heads
+    logsumexp: Any = attended.logsumexp
+    if logsumexp.shape[-1] % _LSE:
+        logsumexp = F.pad(logsumexp, (0, -logsumexp.shape[-1] % _LSE), value=math.inf)
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout: never read
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        *[_aligned(t) for t in (g, q, k, v)], _bias(mask, q, k), attended.out, logsumexp,
+        seed, seed, 0.0, [True, True, True, False], scale=how.scale,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _aligned(x: Tensor, step: int = 0) -> Tensor:
+    """Rows that begin at a multiple of ``step`` numbers, of 16 bytes unless given."""
+    step = step or 16 // x.element_size()
+    # Not traced; torch.compile copies inputs that are not aligned.
+    offset = 0 if torch.compiler.is_compiling() else x.storage_offset()
+    fits = not any(n % step for n in (*x.stride()[:-1], offset))
+    return x if fits and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """A mask to be added, for each head and query, as the memory-efficient kernel wants it."""
+    if mask is None:
+        return None
+    keys = k.shape[-2]
+    mask = additive(mask if mask.stride(-2) else mask[..., :1, :], q.dtype)
+    if mask.shape[-1] != keys:
+        mask = mask.expand(-1, -1, -1, keys)
+    if keys % _BIAS:
+        mask = F.pad(mask, (0, -keys % _BIAS))
+    return _aligned(mask, _BIAS)[..., :keys].expand(*q.shape[:-1], -1)
 
 
 def _for_masked_rows(g: Tensor, logsumexp: Any, added: Tensor) -> Tensor:
@@ -137,7 +200,7 @@ def _formulas(
     g: Tensor, heads: Heads, dropout: Tensor | None, mask: Tensor | None, how: Attending
 ) -> Heads:
     q, k, v = heads
-    P = _weights(q, k, additive(mask, q.dtype), how)
+    P = _weights(q, k, mask, how)
     dP = g @ v.mT
     dropped = P
     if dropout is not None:
@@ -151,6 +214,7 @@ def _weights(q: Tensor, k: Tensor, mask: Tensor | None, how: Attending) -> Tenso
     S = (q * how.factor(q)) @ k.mT
     if mask is None:
         return S.softmax(-1)
+    mask = additive(mask, q.dtype)
     # A query that may look at nothing has weights of zero, as in torch.
     nothing = (mask == -math.inf).all(-1, keepdim=True)
     return (S + mask).softmax(-1).masked_fill(nothing, 0.0)
@@ -162,14 +226,11 @@ def _side_by_side(x: Tensor) -> Tensor:
 
 
 def _mask_for_flash(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    mask = additive(mask, q.dtype)
-    return None if mask is None else _side_by_side(mask)
+    return None if mask is None else _side_by_side(additive(mask, q.dtype))
 
 
-def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask to be added: True of a boolean one becomes 0, False -∞."""
-    if mask is None:
-        return None
     if mask.dtype != torch.bool:
         return mask if mask.dtype == dtype else mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
