@@ -45,7 +45,8 @@ def restored(
 
     Put back at the end, also after an error or Ctrl-C: gradients, buffers, training flags,
     classes, sketches with all that they remember, and every random state. Inside, ``.grad`` is
-    ``None``, so that nothing can be added to it; sketches remember in copies; the model trains (a
+    ``None``, so that nothing can be added to it; sketches remember in copies, and blocks are not
+    compiled, for what is drawn is a matter of the seed; the model trains (a
     model in eval mode draws nothing), but for parts of it that are in eval mode while the model
     trains, such as a frozen BatchNorm.
     """
@@ -59,7 +60,8 @@ def restored(
         stack.callback(buffers.restore)
         for module in model.modules():
             if SKETCHING in vars(module):
-                vars(module)[SKETCHING] = vars(module)[SKETCHING].copied()
+                state = vars(module)[SKETCHING] = vars(module)[SKETCHING].copied()
+                state.compiled = False
         for parameter in model.parameters():
             parameter.grad = None
         if not model.training:
