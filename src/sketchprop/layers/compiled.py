@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 
-MOST_GRAPHS = 64
-"""Of one kind of block: for each budget, exact, frozen or not; shapes that vary become one."""
+MOST_GRAPHS = 24
+"""Of one kind of block: for each budget, exact, and for each shape."""
 
 
 @cache
 def _compiled(kind: Any) -> Callable[..., Any]:
     # Called as a plain function of the module, weights are inputs: equal blocks share one graph.
-    return torch.compile(
-        kind.call,
-        fullgraph=True,
-        recompile_limit=MOST_GRAPHS,
-        isolate_recompiles=True,
-        options={"guard_filter_fn": _guards_of_the_block},
-    )
+    # How many rows are kept is rounded from shapes: these cannot be symbols.
+    how: Any = {"recompile_limit": MOST_GRAPHS, "isolate_recompiles": True, "dynamic": False}
+    how["options"] = {"guard_filter_fn": _guards_of_the_block}
+    compiled: Callable[..., Any] = torch.compile(kind.call, fullgraph=True, **how)
+    return compiled
 
 
 def _guards_of_the_block(guards: Sequence[Any]) -> list[bool]:
@@ -51,16 +49,24 @@ def can_compile(block: Any) -> bool:
 
 def run_compiled(block: Any, *args: Any, **kwargs: Any) -> Any:
     """The block's call, compiled; where that fails the block runs as it is from then on."""
+    kind: Any = type(block)
     try:
-        return _compiled(type(block))(block, *args, **kwargs)
+        return _compiled(kind)(block, *args, **kwargs)
     except Exception as error:
-        result = block.call(*args, **kwargs)  # an error of the call itself is the user's
-        name, kind = type(error).__name__, type(block).__name__
-        if name == "FailOnRecompileLimitHit":  # what was compiled before still serves
-            why = f"{MOST_GRAPHS} budgets or shapes were compiled, and each more runs uncompiled"
+        from torch._dynamo import exc  # loaded by now; it takes long to import
+
+        limit = isinstance(error, exc.FailOnRecompileLimitHit)
+        if not (limit or isinstance(error, exc.TorchDynamoException)):
+            raise
+        result = block.call(*args, **kwargs)  # what is wrong with the call itself is said here
+        if limit:  # what was compiled before still serves
+            why = (
+                f"{MOST_GRAPHS} budgets and shapes of batches were compiled; others run as they "
+                "are: pad to few lengths, or leave out compile=True"
+            )
         else:
             block.sketching.compiled = False
-            why = next(iter(str(error).strip().splitlines()), "")
-            why = f"it does not compile and runs as it is: {name}: {why}"
-        warnings.warn(f"{kind}: {why}", stacklevel=3)
+            reason = next(iter(str(error).strip().splitlines()), "")
+            why = f"does not compile and runs as it is: {type(error).__name__}: {reason}"
+        warnings.warn(f"{kind.__name__}: {why}", stacklevel=3)
         return result
