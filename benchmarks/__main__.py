@@ -1,4 +1,4 @@
-"""python -m benchmarks linear | conv | model | tokens | tuner | memory | peak | import | page
+"""python -m benchmarks linear | conv | model | tokens | compiled | tuner | memory | peak | import | page
 
 Times exact and sketched work in turns, in random order, in one process, and reports the median of
 the ratios within a round, with quartiles. Both sides run under the same allocator settings; by
@@ -20,7 +20,7 @@ from sketchprop.cli.expressions import parse_sketch
 from sketchprop.cli.show import say
 from sketchprop.core.table import Column, Table, words
 
-from . import imports, layers, models, peak, profile, tokens, tuner
+from . import compiled, imports, layers, models, peak, profile, tokens, tuner
 from .page import write_page
 from .results import FOLDER, Line, compare, plot, save, show
 from .timing import restart_pinned
@@ -76,6 +76,10 @@ def _measure(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
         lines = list(models.models(names, args.budgets, args.seconds, args.compile))
     elif args.command == "tokens":
         lines, extras = _tokens(args)
+    elif args.command == "compiled":
+        lines, rows = compiled.compiled(_named(compiled.CASES, args.only), args.seconds, args.whole)
+        extras = {"rows": rows}
+        _show_rows("Compiling: seconds, times of steps, and steps after which it has paid", rows)
     elif args.command == "import":
         rows = imports.imports(args.seconds)
         extras = {"rows": rows, "target": f"{imports.TARGET_SECONDS:g} s added"}
@@ -194,6 +198,9 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--profile", action="store_true", help="what is left above the floor instead")
     how.add_argument("--proof", action="store_true", help="what proving the blocks costs instead")
     kept.add_argument("--steps", type=int, default=3, help="of a profile")
+    blocks = commands.add_parser("compiled", parents=[common], help="steps of compiled blocks")
+    blocks.add_argument("--only", default="", help="cases whose name contains this")
+    blocks.add_argument("--whole", action="store_true", help="and the exact model as one graph")
     most = commands.add_parser("peak", parents=[common], help="peak memory and largest batch")
     most.add_argument("--only", default="", help="models whose name contains this")
     most.add_argument("--methods", nargs="+", choices=peak.METHODS, default=peak.METHODS)
