@@ -1,4 +1,4 @@
-"""python -m benchmarks linear | conv | model | tokens | compiled | tuner | memory | peak | import | page
+"""python -m benchmarks linear | conv | model | tokens | compiled | tuner | memory | peak | import | …
 
 Times exact and sketched work in turns, in random order, in one process, and reports the median of
 the ratios within a round, with quartiles. Both sides run under the same allocator settings; by
