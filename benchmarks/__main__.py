@@ -1,4 +1,4 @@
-"""python -m benchmarks linear | conv | model | tokens | launches | tuner | memory | peak | ...
+"""python -m benchmarks linear | conv | model | tokens | launches | compiled | tuner | memory | ...
 
 Times exact and sketched work in turns, in random order, in one process, and reports the median of
 the ratios within a round, with quartiles. Both sides run under the same allocator settings; by
@@ -20,7 +20,18 @@ from sketchprop.cli.expressions import parse_sketch
 from sketchprop.cli.show import say
 from sketchprop.core.table import Column, Table, words
 
-from . import device_table, imports, launches, layers, models, peak, profile, tokens, tuner
+from . import (
+    compiled,
+    device_table,
+    imports,
+    launches,
+    layers,
+    models,
+    peak,
+    profile,
+    tokens,
+    tuner,
+)
 from .page import write_page
 from .results import FOLDER, Line, compare, plot, save, show
 from .timing import restart_pinned
@@ -87,6 +98,10 @@ def _measure(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
         rows = list(launches.launches(names, args.modes, device))
         extras = {"rows": rows, "counted": launches.COUNTED, "target": launches.TARGET}
         _show_rows("Kernels that a step launches", rows, LAUNCHES)
+    elif args.command == "compiled":
+        lines, rows = compiled.compiled(_named(compiled.CASES, args.only), args.seconds, args.whole)
+        extras = {"rows": rows}
+        _show_rows("Compiling: seconds, times of steps, and steps after which it has paid", rows)
     elif args.command == "import":
         rows = imports.imports(args.seconds)
         extras = {"rows": rows, "target": f"{imports.TARGET_SECONDS:g} s added"}
@@ -237,6 +252,9 @@ def _parser() -> argparse.ArgumentParser:
     number.add_argument("--only", default="", help="models whose name contains this")
     number.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     number.add_argument("--device", type=torch.device, help="cpu, cuda, mps, xpu")
+    blocks = commands.add_parser("compiled", parents=[common], help="steps of compiled blocks")
+    blocks.add_argument("--only", default="", help="cases whose name contains this")
+    blocks.add_argument("--whole", action="store_true", help="and the exact model as one graph")
     most = commands.add_parser("peak", parents=[common], help="peak memory and largest batch")
     most.add_argument("--only", default="", help="models whose name contains this")
     most.add_argument("--methods", nargs="+", choices=peak.METHODS, default=peak.METHODS)

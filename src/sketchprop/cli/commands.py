@@ -42,6 +42,8 @@ def run_advise(options: Namespace) -> int:
       sketchprop advise --model mycode:make --minutes 5 --json advice.json
       sketchprop advise --model vit --trial 3 --plot losses.png
     """
+    if options.compile and options.trial:
+        raise UsageError("--trial trains uncompiled; leave out --compile")
     if options.plot and not options.trial:
         raise UsageError("--plot shows the trial's losses; give --trial too")
     task = _task(options)
@@ -50,7 +52,8 @@ def run_advise(options: Namespace) -> int:
         model, loss_fn, optimizer = task.model, task.loss_fn, task.optimizer
         common: Any = {"control": not options.same_batch, "seed": options.seed}
         common |= {"optimizer": optimizer, "progress": line.share}
-        report = advise(model, loss_fn, batches, minutes=options.minutes, **common)
+        how: Any = {"minutes": options.minutes, "compile": options.compile}
+        report = advise(model, loss_fn, batches, **how, **common)
         if options.trial:
             best = report.closest.name
             others = "" if options.same_batch else ", half of the batch"

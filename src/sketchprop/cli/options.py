@@ -31,7 +31,7 @@ _TRAINING = "--steps --optimizer --learning-rate --batches"
 _NOISE = f"--planner {_TRAINING} --draws --no-split --rounds=7 --minutes"
 
 COMMANDS: Mapping[Callable[..., int], str] = {
-    run_advise: f"{_TASK} {_TRAINING} --minutes=2 --same-batch --trial --plot",
+    run_advise: f"{_TASK} {_TRAINING} --minutes=2 --same-batch --compile --trial --plot",
     run_check: "sketches --planner --model --batch-size --device --draws --verbose",
     run_measure: f"{_TASK} --sketch {_NOISE} --plot",
     run_plan: f"{_TASK} --sketch --rounds=15 --plot",
@@ -119,6 +119,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "--minutes": _option("about how long measuring may take, if there is a limit", float),
     "--device": _option("where: cpu, cuda, mps (the factory's, or cpu)"),
     "--same-batch": _switch("the batch is given: do not try half of it"),
+    "--compile": _switch("kept tokens, compiled, against compiled exact blocks"),
     "--trial": _option(
         "then train exact, advised and with half of each batch in turns (%(const)s minutes)",
         float,

@@ -28,6 +28,7 @@ from ..tokens.parts import Block, BlockTensors, RowBranch
 from ..tokens.rowwise import Chain, Linear, Parameters, RowWise, drops, read
 from ..tokens.unknown import Unknown
 from .adapters import read_lora
+from .compiled import can_compile, run_compiled
 from .sketched import (
     SketchedModule,
     altered,
@@ -107,6 +108,16 @@ class SketchedBlock(SketchedModule):
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.sketching
+        if not state.compiled or torch.compiler.is_compiling() or _leaves_a_graph():
+            return self.call(*args, **kwargs)
+        proves = state.proof is None and self.is_sketching() and _can_prove(args, kwargs)
+        if proves or not can_compile(self):
+            return self.call(*args, **kwargs)
+        return run_compiled(self, *args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, as it runs when it is not compiled and as it is compiled."""
         state, plain = self.sketching, super().forward  # type: ignore[misc]
         if state.proof or not self.is_sketching() or _leaves_a_graph():
             return plain(*args, **kwargs)

@@ -43,6 +43,10 @@ class Sketching:
     """The roles of these parts: their backward is the exact one."""
     proof: str | None = None
     """Of a block, from its first batch: empty if kept tokens are right, else why they are not."""
+    compiled: bool = False
+    """Of a block: whether it is compiled; False again where it could not be."""
+    warm: bool = False
+    """Whether a forward pass was compiled: only then what checkpointing recomputes may be."""
     idle: bool = False
     """True while a tuner leaves the layer exact: nothing of the sketch is asked."""
     tuned: str = ""

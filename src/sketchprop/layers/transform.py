@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..sketches import AnySketch, Planner
+from ..sketches import AnySketch, Planner, Tokens
 from .blocks import SketchedBlock
 from .choose import HOOKED, Filter, choose, known_class
 from .select import Layers
@@ -35,6 +35,7 @@ def sketch_(
     *,
     planner: Planner | None = None,
     check: bool = True,
+    compile: bool = False,
 ) -> Model:
     """Gives layers of ``model`` a sketched backward, in place, and returns the model.
 
@@ -52,6 +53,9 @@ def sketch_(
     Without one each step makes its own from all of the gradient.
     ``check``: a block runs its first batch both ways, exactly and on kept tokens; where results or
     the leaves that get a gradient differ it stays exact, with a warning.
+    ``compile``: the blocks that ``Tokens`` takes are compiled in place by ``torch.compile``, each
+    kind and each budget once, from the second training step on; exact ones too. A block that does
+    not compile runs as it is, with a warning; in ``torch.compile(model)`` it is a part of that.
 
     It takes linear layers, convolutions (with a kernel: by column sketches such as L1, or by
     ``Rows`` of whole samples), ``nn.MultiheadAttention``, transformers' ``Conv1D`` and layers made
@@ -74,6 +78,11 @@ def sketch_(
         if finding.level == "harm":
             warnings.warn(str(finding), stacklevel=2)
     layers = choice.layers
+    if compile and not any(isinstance(s, Tokens) for s in choice.taken.values()):
+        raise ValueError(
+            "compile=True compiles the blocks that Tokens takes, and none is taken here; compile "
+            "the model after sketch_: torch.compile(model)"
+        )
     for name, s in choice.taken.items():
         layer = layers[name]
         if s is None:
@@ -81,7 +90,8 @@ def sketch_(
             continue
         _restore_around(model, layer)
         own = None if planner is None else planner.anew()
-        _turn(layer, Sketching(s, own, proof=None if check else ""))
+        blocks = compile and isinstance(s, Tokens)
+        _turn(layer, Sketching(s, own, proof=None if check else "", compiled=blocks))
     if _log.isEnabledFor(logging.INFO):
         _log.info("%s", _taken(model, layers, choice.taken))
     return model

@@ -40,14 +40,16 @@ def restored(
     model: nn.Module,
     sketch: AnySketch | Mapping[str, AnySketch | None] | None = None,
     planner: Planner | None = None,
+    *,
+    compiled: bool = False,
 ) -> Iterator[Buffers]:
     """The one isolation of all meters; with ``sketch``, ``sketch_(model, sketch)`` inside.
 
     Put back at the end, also after an error or Ctrl-C: gradients, buffers, training flags,
     classes, sketches with all that they remember, and every random state. Inside, ``.grad`` is
-    ``None``, so that nothing can be added to it; sketches remember in copies; the model trains (a
-    model in eval mode draws nothing), but for parts of it that are in eval mode while the model
-    trains, such as a frozen BatchNorm.
+    ``None``, so that nothing can be added to it; sketches remember in copies, and run compiled
+    only with ``compiled``; the model trains (a model in eval mode draws nothing), but for parts of
+    it that are in eval mode while the model trains, such as a frozen BatchNorm.
     """
     with ExitStack() as stack:
         stack.enter_context(random_state_kept())
@@ -59,7 +61,8 @@ def restored(
         stack.callback(buffers.restore)
         for module in model.modules():
             if SKETCHING in vars(module):
-                vars(module)[SKETCHING] = vars(module)[SKETCHING].copied()
+                state = vars(module)[SKETCHING] = vars(module)[SKETCHING].copied()
+                state.compiled = compiled and state.compiled
         for parameter in model.parameters():
             parameter.grad = None
         if not model.training:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ...core.stopwatch import unhurried
+from ...layers.select import blocks_of
 from ...layers.transform import unsketch_
 from ..batches import different
 from ..cost.timing import seconds_of_a_pass
@@ -20,7 +21,7 @@ from ..noise.variance import Progress
 from ..restore import check_minutes, check_model, check_sketchable, restored
 from .advice import OUT_OF_TIME, Advice, Option
 from .candidates import candidates, rows_seen
-from .meter import FOR_HALF, LEAST_PASSES, Meter
+from .meter import COMPILED, FOR_HALF, LEAST_PASSES, Meter
 from .trial import trial as run_trial
 
 MOST_BATCHES = 8
@@ -37,6 +38,7 @@ def advise(
     minutes: float = 2,
     trial: float = 0,
     control: bool = True,
+    compile: bool = False,
     progress: Progress | None = None,
     seed: int = 0,
 ) -> Advice:
@@ -57,6 +59,8 @@ def advise(
     ``progress`` is told the share that is done.
     ``trial``: minutes for a short training with the optimizer afterwards, exact, with the best
     candidate and with half of each batch, see ``trial``; the answer is ``advice.trial``.
+    ``compile``: kept tokens with ``sketch_(..., compile=True)`` against exact blocks that are
+    compiled, too; how long compiling took, and after how many steps it has paid, is told.
     ``control=False``: the batch is given, half of it is not tried. ``seed``: of the draws.
     The model, gradients, buffers, optimizer and random state are left as they were.
 
@@ -69,6 +73,9 @@ def advise(
     check_minutes(minutes, 2)
     if trial and optimizer is None:
         raise ValueError("trial= trains for a while: give optimizer= with it")
+    if compile and (trial or not blocks_of(model)):
+        why = "trial= trains uncompiled" if trial else "no block is known that Tokens could take"
+        raise ValueError(f"compile=True compiles kept tokens: {why}; ask without compile=True")
     taken = different(islice(iter(batches), MOST_BATCHES))
     if len(taken) < 2:
         raise ValueError(
@@ -81,7 +88,7 @@ def advise(
         with restored(model) as buffers:
             unsketch_(model)
             live, labelled = rows_seen(model, loss_fn, taken[0])
-            tried, told = candidates(model, live)
+            tried, told = candidates(model, live, compile)
             a_pass = seconds_of_a_pass(model, loss_fn, taken[0])
             # A quarter of the time for σ², with as many batches as there are in it.
             taken = taken[: max(2, int((end - monotonic()) / 4 / a_pass))]
@@ -135,7 +142,8 @@ def _check_tried(options: Sequence[Option], told: Sequence[str], minutes: float)
 
 def _told(advice: Advice, labelled: bool, optimizer: Any) -> list[str]:
     """What the measurements warn of."""
-    texts = []
+    best = advice.best
+    texts = [f"{best.name} was {best.note}"] if best and best.note.startswith(COMPILED) else []
     tokens = next((name for name, c in advice.candidates.items() if c.of_blocks), None)
     if labelled and tokens:
         texts.append(

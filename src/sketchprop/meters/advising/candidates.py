@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +33,7 @@ class Candidate:
     sketch: AnySketch
     everywhere: bool = False
     of_blocks: bool = False
+    compile: bool = False
 
     @property
     def name(self) -> str:
@@ -42,17 +43,22 @@ class Candidate:
     def line(self) -> str:
         """What to paste."""
         rule = ", sp.select.everything" if self.everywhere else ""
-        return f"sp.sketch_(model, sp.{self.sketch!r}{rule})"
+        compiled = ", compile=True" if self.compile else ""
+        return f"sp.sketch_(model, sp.{self.sketch!r}{rule}{compiled})"
 
     def apply_(self, model: Model) -> Model:
-        return sketch_(model, self.sketch, everything if self.everywhere else None)
+        rule = everything if self.everywhere else None
+        return sketch_(model, self.sketch, rule, compile=self.compile)
 
 
-def candidates(model: nn.Module, live: float) -> tuple[list[Candidate], list[str]]:
+def candidates(
+    model: nn.Module, live: float, compile: bool = False
+) -> tuple[list[Candidate], list[str]]:
     """What fits the model, the most promising first; and what else there is to say of it.
 
     ``live``: the share of rows of G that are not zero. Rows of zeros cost nothing to leave out,
     and a budget is a share of all rows: with half of them padding 0.15 keeps what 0.3 would.
+    ``compile``: only blocks, which ``sketch_`` compiles.
     """
     share = live if live < 1 - FEW_ZEROS else 1.0
     free = [Candidate(Rows(1.0, by="nonzero"))] if share < 1 else []
@@ -66,6 +72,8 @@ def candidates(model: nn.Module, live: float) -> tuple[list[Candidate], list[str
     rows = round(0.3 * share, 3)
     fitting += [Candidate(Rows(rows)), Candidate(Rows(0.3, unit="sample"), everywhere=True)]
     fitting.append(Candidate(L1(0.3)))
+    if compile:
+        fitting = [replace(c, compile=True) for c in fitting if c.of_blocks]
     harmless: list[Candidate] = []
     warnings: dict[str, str] = {}
     for candidate in fitting:

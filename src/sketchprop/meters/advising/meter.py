@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean, median, median_low, stdev
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch import nn
 
 from ...core.random import seed_generators
 from ...core.stopwatch import in_turns, timed
+from ...layers import SketchedBlock
 from ...layers.isolation import no_gradient_hooks
+from ...layers.transform import exact
 from ..batches import halved
 from ..cost.memory import saved_bytes
 from ..cost.timing import Times, compare, step_times
@@ -35,6 +37,7 @@ FOR_TIMES = 7
 """Passes for two rounds of times, and one to warm up; without them those of the draws count."""
 FOR_HALF = 5
 """Passes for the control: two rounds, and one to warm up."""
+COMPILED = "compiled"
 OUTLYING = 10
 """Times the usual ‖g‖² that counts at most: from here on a batch is told of."""
 
@@ -121,6 +124,10 @@ class Meter:
                 candidate.apply_(self.model)
             except ValueError as error:
                 return replace(option, note=f"does not fit: {error}")
+            note = self._compile() if candidate.compile else ""
+            seconds, begin = seconds - (monotonic() - begin), monotonic()
+            if seconds < LEAST_PASSES * self.a_pass:
+                return replace(option, note=OUT_OF_TIME)
             draws, times, pace = self._draws(buffers, seconds / self.a_pass)
             buffers.restore()
             saved = saved_bytes(self.model, self.loss_fn, self.batches[0]).total
@@ -142,8 +149,31 @@ class Meter:
             change=times.ratio * (1 + noise),
             error=math.hypot(times.ratio * spread, (1 + noise) * times.ratio_error),
             memory=saved / max(1, self.bytes),
-            note="its noise drowns the gradient" if noise > DROWNED else "",
+            note="its noise drowns the gradient" if noise > DROWNED else note,
         )
+
+    def _compile(self) -> str:
+        """Compiles the blocks: how long that takes, and after how many steps it has paid."""
+        run = partial(one_pass, self.loss_fn, self.model, self.batches[0], self.parameters)
+        states = [m.sketching for m in self.model.modules() if isinstance(m, SketchedBlock)]
+
+        def fastest() -> float:
+            return min(timed(run, self.device, perf_counter)[0] for _ in range(3))
+
+        for state in states:
+            state.compiled = False
+        eager = fastest()  # the first of them proves the blocks
+        for state in states:
+            state.compiled = True
+        first, _ = timed(run, self.device, perf_counter)
+        later = fastest()
+        if not all(state.compiled for state in states):
+            return "does not compile: see the warning"
+        with exact(self.model):
+            run()
+        took, gained = max(0.0, first - later), eager - later
+        paid = f"paid after {took / gained:,.0f} steps" if gained > 0 else "not faster by that"
+        return f"{COMPILED} in {took:.0f} s, {paid}"
 
     def _draws(self, buffers: Buffers, passes: float) -> tuple[list[list[float]], Times, Pace]:
         """‖ĝ - g‖² by parameter of draws on as many batches as half of the passes allow, their

@@ -58,7 +58,10 @@ def step_times(
     rounds: int | tuple[int, int] = 7,
     seconds: float = 0.0,
 ) -> Times:
-    """Forward and backward over ``batch``, exact and sketched in turns; no optimizer step."""
+    """Forward and backward over ``batch``, exact and sketched in turns; no optimizer step.
+
+    Blocks that are compiled are so on both sides.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     step = partial(one_pass, loss_fn, model, batch, parameters)
 
@@ -66,7 +69,7 @@ def step_times(
         with exact(model):
             step()
 
-    with restored(model), no_gradient_hooks(parameters):
+    with restored(model, compiled=True), no_gradient_hooks(parameters):
         return compare(*in_turns([exact_step, step], rounds, parameters[0].device, seconds))
 
 
