@@ -1,7 +1,5 @@
 """Rows drawn by importance: the laws, the units, a sketch of the kept rows."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,6 @@ from sketchprop.core.enumeration import expectation
 from sketchprop.core.probabilities import optimal_probabilities
 from sketchprop.core.samples import Samples
 from sketchprop.core.vjp import Vjp
-from sketchprop.ops import sketched_conv
 
 RULES = ("gradient", "gradient_input", "uniform")
 SAMPLES = {
@@ -73,13 +70,6 @@ def test_tokens_are_drawn_in_sample_major_order_whatever_the_memory_order():
         one = sp.Rows(5)(Vjp(G, samples=batch_first), fixed(u)).dense()
         two = sp.Rows(5)(Vjp(moved, samples=sequence_first), fixed(u)).dense()
         assert torch.equal(two.view(3, 4, 5).transpose(0, 1).reshape(12, 5), one)
-
-
-def test_a_row_without_input_still_gets_its_dx():
-    G, W, X = layer(6, 5, 4)
-    X[2] = 0
-    p = sp.Rows(2, by="gradient_input").atoms(Vjp(G, W, X)).probabilities
-    assert p[2] > 0
 
 
 def test_probabilities_are_the_optimum_for_dw():
@@ -166,19 +156,6 @@ def test_one_draw_at_the_head_serves_a_whole_transformer(by, batch_first):
             torch.testing.assert_close(got[name], p.grad, rtol=1e-9, atol=1e-12)
 
 
-def test_every_layer_below_multiplies_the_kept_samples_only():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))
-    sp.sketch_(model, sp.Rows(3), sp.select.everything)
-    inputs = []
-    for part in model:
-        part[0].register_full_backward_hook(lambda m, gi, go: inputs.append(go[0]))
-    model(torch.randn(20, 8)).square().sum().backward()
-    rows = [frozenset(g.norm(dim=1).nonzero().flatten().tolist()) for g in inputs[1:]]
-    assert len(rows) == 3
-    assert all(len(r) <= 3 for r in rows)
-    assert rows[0] >= rows[1] >= rows[2]
-
-
 def test_convolutions_keep_whole_images():
     model = nn.Sequential(
         nn.Conv2d(3, 6, 3, padding=1),
@@ -194,29 +171,6 @@ def test_convolutions_keep_whole_images():
     assert kept.sum() == 3
 
 
-def test_a_convolution_by_samples_is_unbiased_exactly():
-    x = torch.randn(6, 2, 5, 5).double().requires_grad_()
-    weight = torch.randn(4, 2, 3, 3).double().requires_grad_()
-    bias = torch.randn(4).double().requires_grad_()
-    sketch = sp.Rows(2, unit="sample", exact_bias=False)
-    G = torch.randn(6, 4, 5, 5).double()
-    inputs = (x, weight, bias)
-
-    def draw(uniforms):
-        y = sketched_conv(x, weight, bias, sketch, padding=1, uniforms=uniforms)
-        return torch.autograd.grad(y, inputs, G)
-
-    true = torch.autograd.grad(nn.functional.conv2d(x, weight, bias, padding=1), inputs, G)
-    assert_close(expectation(draw), true)
-
-
-def test_tokens_cannot_take_a_kernel():
-    with pytest.raises(TypeError, match="unit='sample'"):
-        sketched_conv(
-            torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), None, sp.Rows(0.3, unit="token")
-        )
-
-
 @pytest.mark.parametrize("by", RULES)
 @pytest.mark.parametrize("unit", ["sample", "token"])
 def test_a_frozen_weight_and_a_stack(by, unit):
@@ -230,18 +184,6 @@ def test_a_frozen_weight_and_a_stack(by, unit):
         assert (kept.any(-1) == kept.all(-1)).all()
     else:
         assert (kept.sum((1, 2)) == 6).all()
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("by", RULES)
-@pytest.mark.parametrize("unit", ["sample", "token"])
-def test_a_non_finite_gradient_is_never_hidden(unit, by, bad):
-    G, W, X = layer(12, 5, 4)
-    G[7, 2] = bad
-    for _ in range(20):
-        vjp = Vjp(G, W, X, Samples(1, 4, 3))
-        drawn = sp.Rows(2, by=by, unit=unit)(vjp)
-        assert all(not part.isfinite().all() for part in products(drawn, W, X))
 
 
 def test_a_gate_keeps_whole_samples():

@@ -7,10 +7,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import sketchprop as sp
 from sketchprop.core.enumeration import expectation
-from sketchprop.layers import SketchedMultiheadAttention
 from sketchprop.layers import attention as attention_module
 
 E, H, N, L, S = 8, 2, 3, 4, 5
@@ -203,30 +203,6 @@ def test_mean_of_every_gradient_is_exact(kind, sketch, monkeypatch):
         same(total, w, 1e-9)
 
 
-def test_frozen_parts_get_no_gradient():
-    module = layer()
-    module.in_proj_weight.requires_grad_(False)
-    mine = sketched(module, sp.L1(0.3))
-    given = inputs("self")
-    out, _ = mine(given[0].detach(), *[given[0].detach()] * 2)
-    out.sum().backward()
-    assert mine.in_proj_weight.grad is None
-    assert mine.out_proj.weight.grad is not None
-
-
-def test_what_is_not_finite_is_seen_and_a_second_backward_refused():
-    mine = sketched(layer(), sp.L1(0.3))
-    given = inputs("self")
-    out, _ = mine(*given)
-    G = torch.ones_like(out)
-    G[0, 0, 0] = float("nan")
-    for g in torch.autograd.grad(out, [given[0], mine.in_proj_weight, mine.out_proj.weight], G):
-        assert not g.isfinite().all()
-    (dX,) = torch.autograd.grad(mine(*given)[0].square().sum(), [given[0]], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"sketchprop\.exact"):
-        dX.sum().backward()
-
-
 def test_wrong_arguments_are_errors():
     mine = sketched(layer(), sp.L1(0.3))
     given = inputs("encoder")
@@ -238,19 +214,6 @@ def test_wrong_arguments_are_errors():
         mine(*given, attn_mask=torch.zeros(L, S, dtype=torch.int64))
     with pytest.raises(AssertionError):
         mine(given[0], given[1], given[1][:-1])
-
-
-def test_class_swap_leaves_everything_else():
-    module = layer()
-    mine = sketched(module, sp.L1(0.3))
-    assert type(mine) is SketchedMultiheadAttention
-    assert type(mine.out_proj) is type(module.out_proj)
-    assert mine.state_dict().keys() == module.state_dict().keys()
-    for twin in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
-        assert type(twin) is SketchedMultiheadAttention
-        assert twin.sketch == sp.L1(0.3)
-    assert type(sp.unsketch_(mine)) is nn.MultiheadAttention
-    assert "sketch" not in vars(mine)
 
 
 LAYERS = {
@@ -289,20 +252,11 @@ def test_torch_transformer_layers(kind, batch_first, norm_first):
         assert torch.equal(mine(*given), model(*given))
 
 
-def conv1d():
-    pytest.importorskip("transformers")
-    from transformers.pytorch_utils import Conv1D
-
-    module = Conv1D(7, 5).double()
-    with torch.no_grad():
-        module.bias.normal_()
-    return module
-
-
-@pytest.mark.parametrize("sketch", [sp.Diagonal(0.4), sp.SampleMask(0.4)], ids=str)
+@pytest.mark.parametrize("sketch", [sp.Diagonal(0.4), sp.SampleMask(0.4), sp.L1(1.0)], ids=str)
 def test_conv1d_of_transformers(sketch):
     """A linear layer with its weight turned."""
-    module = conv1d()
+    module = Conv1D(7, 5).double()
+    nn.init.normal_(module.bias)
     mine = sp.sketch_(copy.deepcopy(module), sketch, sp.select.everything)
     x = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
     G = torch.randn(2, 4, 7, dtype=torch.float64)
@@ -314,14 +268,6 @@ def test_conv1d_of_transformers(sketch):
     for a, b in zip(got, torch.autograd.grad(reference, [x, module.weight], G), strict=True):
         same(a, b)
     assert torch.equal(mine.eval()(x), module(x))
-
-
-def test_conv1d_at_full_budget_is_bitwise_the_parent():
-    module = conv1d()
-    mine = sp.sketch_(copy.deepcopy(module), sp.L1(1.0), sp.select.everything)
-    x = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
-    pairs = [torch.autograd.grad(m(x).sin().sum(), [x, *m.parameters()]) for m in (module, mine)]
-    assert all(map(torch.equal, *pairs))
-    assert "nf=7, nx=5, sketch=L1(1.0)" in repr(mine)
+    assert f"nf=7, nx=5, sketch={sketch!r}" in repr(mine)
     assert type(pickle.loads(pickle.dumps(mine))) is type(mine)
     assert type(sp.unsketch_(mine)) is type(module)

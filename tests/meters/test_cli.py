@@ -21,16 +21,6 @@ PNG = b"\x89PNG"
 # --- check -----------------------------------------------------------------------------------
 
 
-def test_check_says_unbiased_and_biased(run):
-    code, out, _ = run("check", "L1(0.3)", "Diagonal(0.3)")
-    assert code == 0
-    assert "L1(0.3): unbiased" in out
-    assert "Diagonal(0.3): unbiased" in out
-    code, out, _ = run("check", "L1(0.3)", "Diagonal(0.3, paper=True)")
-    assert code == 1
-    assert "Diagonal(0.3, paper=True): BIASED" in out
-
-
 def test_check_takes_sketches_of_ones_own(run, mine):
     for text in ("Half(0.3)", "mine"):  # a class, and a sketch that is made already
         assert run("check", f"{mine}:{text}")[0] == 0
@@ -49,11 +39,14 @@ def test_check_on_a_model(run, mine):
 
 
 def test_check_shows_the_verdict_first_and_only_what_fails(run):
-    _, out, _ = run("check", "Diagonal(0.3, paper=True)")
+    code, out, _ = run("check", "Diagonal(0.3, paper=True)", "L1(0.3)")
+    assert code == 1
     assert out.startswith("Diagonal(0.3, paper=True): BIASED in 2 of")
     assert out.count("zero rows of W") == 2
     assert "one column" not in out
-    _, out, _ = run("check", "L1(0.3)")
+    assert "L1(0.3): unbiased" in out
+    code, out, _ = run("check", "L1(0.3)")
+    assert code == 0
     assert out.strip().count("\n") == 0
     _, out, _ = run("check", "L1(0.3)", "--verbose")
     assert out.startswith("L1(0.3): unbiased")
@@ -198,6 +191,9 @@ def test_help_teaches(run, command):
         (["check", "__import__('os')"], "unknown in"),
         (["check", "1 + 1"], "is not a sketch, for example Rows(0.3)"),
         (["check", "nowhere_at_all:X(0.1)"], "no module 'nowhere_at_all'"),
+        (["check", "os:system('echo RAN > ran')"], "not a sketch"),
+        (["check", "os:mkdir('ran')"], "not a sketch"),
+        (["check", "os:getcwd()"], "not a sketch"),
         (["measure", "--model", "resnet"], "use one of mlp, vit, bert, or module:factory"),
         (["measure", "--sketch", "0=L1(0.1)", "L1(0.2)"], "each needs a pattern"),
         (["measure", "--sketch", "fc9=L1(0.1)"], "the pattern 'fc9' matches no layer"),
@@ -209,17 +205,20 @@ def test_help_teaches(run, command):
         (["check", "L1(0.3)", "--json", "no/where.json"], "there is no folder 'no'"),
         (["plan", "--plot", "no/where.png"], "there is no folder 'no'"),
         (["plan", "--plot", "plan.gif"], "end it with .png, .pdf, .svg"),
+        (["report", "--output", "nowhere/r.html"], "there is no folder 'nowhere'"),
+        (["report", "--sketch", "fc9=L1(0.1)", "--rounds", "0"], "matches no layer"),
         (["check"], "required"),
         (["bench"], "invalid choice"),
         ([], "required"),
     ],
 )
-def test_mistakes_end_with_two_and_a_way_out(run, arguments, message):
+def test_mistakes_end_with_two_and_a_way_out_and_write_nothing(run, tmp_path, arguments, message):
     code, out, err = run(*arguments)
     assert code == 2
     assert message in err
     assert "Traceback" not in err
     assert out == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_mistakes_in_ones_own_factory(run, mine):
@@ -252,15 +251,6 @@ def test_ctrl_c_ends_as_shells_expect(run, monkeypatch):
 
     monkeypatch.setattr("sketchprop.cli.commands.check_unbiased", interrupted)
     assert run("check", "L1(0.3)")[0] == 130
-
-
-@pytest.mark.parametrize("text", ["os:system('echo RAN > ran')", "os:mkdir('ran')", "os:getcwd()"])
-def test_nothing_but_sketches_is_called(run, tmp_path, text):
-    code, out, err = run("check", text)
-    assert code == 2
-    assert "not a sketch" in err
-    assert out == ""
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

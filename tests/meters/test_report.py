@@ -297,21 +297,6 @@ def test_the_command_writes_a_page(run, tmp_path):
     assert "mlp, 55,050 parameters" in parsed.words
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--output", "nowhere/r.html"], "there is no folder 'nowhere'"),
-        (["--batches", "1"], "give at least two"),
-        (["--sketch", "fc9=L1(0.1)", "--batches", "2"], "matches no layer"),
-    ],
-)
-def test_mistakes_leave_no_page(run, tmp_path, arguments, message):
-    code, _, err = run("report", "--rounds", "0", "--batch-size", "4", *arguments)
-    assert code == 2
-    assert message in err
-    assert list(tmp_path.iterdir()) == []
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True

@@ -10,7 +10,7 @@ import sketchprop as sp
 from law_table import CASES, SKETCHES, layer
 from sketchprop.core.compact import ColumnAtoms, KeptColumns
 from sketchprop.meters.unbiased import expected_gradients
-from sketchprop.sketches import ColumnSketch, RowSketch
+from sketchprop.sketches import ColumnSketch, ForwardRows, RowSketch
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,11 +90,6 @@ def test_monte_carlo_of_built_in_sketches(variant):
     assert all(e.z is not None for e in report.entries)
 
 
-def test_monte_carlo_finds_a_bias_of_the_paper():
-    report = sp.check_unbiased(sp.Diagonal(1, paper=True), draws=400)
-    assert {(e.case, e.gradient) for e in report.biased} == {("zero rows of W", "dW")}
-
-
 def test_a_callable():
     def half_of_the_columns(vjp):
         return sp.ColumnMask(0.5)(vjp)
@@ -142,7 +137,9 @@ def noisy_model():
     )
 
 
-@pytest.mark.parametrize("sketch", [sp.L1(0.5), sp.GradientSVD(0.5), sp.SampleMask(0.5)], ids=str)
+@pytest.mark.parametrize(
+    "sketch", [sp.L1(0.5), sp.GradientSVD(0.5), sp.SampleMask(0.5), ForwardRows(0.4)], ids=str
+)
 def test_a_model_with_dropout_and_batch_norm(sketch):
     model = sp.sketch_(noisy_model(), sketch)
     x, y = torch.randn(12, 5), torch.randn(12, 2)
