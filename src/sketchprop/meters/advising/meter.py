@@ -20,7 +20,7 @@ from ...layers.isolation import no_gradient_hooks
 from ..batches import halved
 from ..cost.memory import saved_bytes
 from ..cost.timing import Times, compare, step_times
-from ..noise.gradients import Gradients, Loss, one_pass, squared_norms
+from ..noise.gradients import Gradients, Loss, one_pass, settle, squared_norms
 from ..noise.pace import DROWNED, HUGE, Pace, adaptive, noise_by_parameter
 from ..restore import Buffers, restored
 from .advice import OUT_OF_TIME, Option
@@ -121,6 +121,8 @@ class Meter:
                 candidate.apply_(self.model)
             except ValueError as error:
                 return replace(option, note=f"does not fit: {error}")
+            settle(self.model, self.loss_fn, self.batches[0])
+            buffers.restore()
             draws, times, pace = self._draws(buffers, seconds / self.a_pass)
             buffers.restore()
             saved = saved_bytes(self.model, self.loss_fn, self.batches[0]).total
