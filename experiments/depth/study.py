@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from time import process_time
@@ -18,13 +19,15 @@ from sketchprop.layers import SketchedModule
 from sketchprop.layers.depth import load_shares_, shares_in, shares_of
 from sketchprop.meters.noise.gradients import squared_norms
 
+from ..lab.checkpoints import FOLDER, Checkpoint
 from ..lab.noise import exact_gradient, gradients_of, noise_batches, trained_parameters
 from ..lab.pages import made_on, number_text, read_json, write_json
-from ..lab.problem import Problem, trajectory
+from ..lab.problem import GOING, Problem, trajectory
 from ..lab.study import MeasuredStudy
 from ..lab.trainer import Batch
-from ..tasks.table import TASKS
+from ..tasks.table import TASKS, Task
 
+EXACT = "exact"
 EVEN, SHARED, EARLY = "even", "shared out", "shared out at the first moment"
 
 
@@ -38,12 +41,17 @@ class Settings:
     batches: int = 5
     draws: int = 2
     rounds: int = 5
+    seeds: int = 5
+    steps: int = 800
+    """Of exact training; the others have as much time."""
+    marks: int = 4
 
 
 class DepthStudy(MeasuredStudy):
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
         parser.add_argument("--task", required=True, choices=sorted(TASKS), help="what is trained")
+        parser.add_argument("--train", action="store_true", help="and train all ways equally long")
 
     def measure(self, settings: Settings, out: Path, options: argparse.Namespace) -> None:
         """Adds the moments that are missing."""
@@ -59,6 +67,12 @@ class DepthStudy(MeasuredStudy):
                 write_json(stored, found)
             if not options.quiet:
                 sys.stderr.write(f"{task.name}, step {step}: {_line(own[str(step)])}\n")
+        if options.train:
+            runs = own.setdefault("runs", {})
+            for seed, way in product(range(settings.seeds), (EXACT, EVEN, SHARED)):
+                if f"{way}/{seed}" not in runs:
+                    runs[f"{way}/{seed}"] = _trained(task, settings, way, seed, own, out)
+                    write_json(stored, found)
 
     def results(self, settings: Settings, out: Path) -> tuple[list[Path], dict[str, Any]]:
         found = read_json(out / "results.json")
@@ -69,7 +83,34 @@ class DepthStudy(MeasuredStudy):
             if step.isdecimal()
             for way, line in moment["ways"].items()
         ]
-        return [out / "results.json"], {"rows": rows, "tasks": found}
+        runs = [
+            [task, *name.split("/"), *(number_text(score, 4) for score in scores)]
+            for task, own in found.items()
+            for name, scores in own.get("runs", {}).items()
+        ]
+        return [out / "results.json"], {"rows": rows, "tasks": found, "runs": runs}
+
+
+def _trained(
+    task: Task, settings: Settings, way: str, seed: int, own: dict[str, Any], out: Path
+) -> list[float]:
+    """Test scores at the marks, all ways having had the same time of the processor by what a step
+    takes in the mean over the moments, measuring the shares included."""
+    moments = [moment for step, moment in own.items() if step.isdecimal()]
+    ratio = 1.0 if way == EXACT else fmean(m["ways"][way]["time"] for m in moments)
+    spent = fmean(m["steps"] for m in moments) if way == SHARED else 0.0
+    marks = [
+        round((settings.steps * k / settings.marks - spent) / ratio)
+        for k in range(1, settings.marks + 1)
+    ]
+    share = "measured" if way == SHARED else "even"
+    sketch = "" if way == EXACT else f"Tokens({settings.budget:g}, share={share!r})"
+    problem = task.problem(settings.size == "small")
+    trainer = problem.trainer(task.rate, seed, marks, sketch=sketch, decay=True)
+    name = f"{way.replace(' ', '-')}-{seed}"
+    found = trainer.train(Checkpoint(out / task.name / FOLDER / f"{name}.pt", GOING))
+    scores: list[float] = found["test_curve"]
+    return scores
 
 
 def _looked_at(
@@ -120,25 +161,27 @@ def _looked_at(
             load_shares_(model, early)
         else:
             spent, shares = _seconds(model, problem, aside), shares_of(model)
+            with sp.exact(model):
+                spent /= _seconds(model, problem, aside)
         ways[way] = {"note": shares_in(model)[0].note, "sketches": [m.sketch for m in blocks]}
     for line in ways.values():
         _give(blocks, line["sketches"])
         line["noise"] = noise()
-    times: dict[str, list[float]] = {way: [] for way in ("exact", *ways)}
+    times: dict[str, list[float]] = {way: [] for way in (EXACT, *ways)}
     for batch in (batches * settings.rounds)[: settings.rounds]:
         for way, seconds in times.items():
             _give(blocks, ways.get(way, ways[EVEN])["sketches"])
             for m in blocks:
-                m.sketching.exact = way == "exact"
+                m.sketching.exact = way == EXACT
             seconds.append(_seconds(model, problem, batch))
     for way, line in ways.items():
-        pairs = zip(times[way], times["exact"], strict=True)
+        pairs = zip(times[way], times[EXACT], strict=True)
         line["time"] = median(a / b for a, b in pairs)
         line["budgets"] = [(s.budget, s.query_budget, s.key_budget) for s in line.pop("sketches")]
     sp.unsketch_(model)
     squares = mean(list(map(by_block, exact)), len(exact))
     spread = {"sigma2": sigma2, "squares": squares}
-    return {"ways": ways, **spread, "shares": shares, "steps": spent / median(times["exact"])}
+    return {"ways": ways, **spread, "shares": shares, "steps": spent}
 
 
 def _give(blocks: Sequence[Any], sketches: Sequence[sp.Tokens]) -> None:
