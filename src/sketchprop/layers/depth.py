@@ -4,12 +4,14 @@ With ε = E‖e‖²/‖G‖² the relative noise of the gradient G that arrives
 of its rows, queries and keys, the noise of the block's own gradient over ‖g‖², and what arrives at
 the block below, are
 
-    v = felt · ε + (1 + ε) Σ own · law(b),        ε' = through · ε + (1 + ε) Σ out · law(b)
+    v = felt · ε + Σ own · (law + ε · wide)(b),       ε' = through · ε + Σ out · (law + ε · wide)(b)
 
 law(b) = Σ n²(1/p(b) - 1)/Σ n² for rows and queries, n the norms of the rows of G and p by
-water-filling, and 1/b - 1 for keys. The factors are measured in one backward pass, block by block:
-the block's exact vjp takes G and a draw's e, and with one kind of draw alone it takes G again. The
-budgets are those on ``RUNGS`` with the least (Σ v³)^⅓ that cost what the even ones cost.
+water-filling, and 1/b - 1 for keys. Noise that arrives is spread over more rows than the gradient:
+wide(b) lies midway between law(b) and 1/b - 1, that of rows that are all alike. The factors are
+measured in one backward pass, block by block: the block's exact vjp takes G and a draw's e, and
+with one kind of draw alone it takes G again. The budgets are those on ``RUNGS`` with the least
+(Σ v⁶)^⅙ that cost what the even ones cost.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ from .isolation import no_gradient_hooks
 RUNGS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85, 1.0)
 KINDS = ("rows", "queries", "keys")
 KEYS_TRIED = 0.5
-WORST = 3.0
+WORST = 6.0
 """Between the mean over blocks (1) and the worst of them (∞)."""
 WORTH = 0.9
 """Of the even budgets' noise: what shares may leave, or budgets stay even."""
-ATTENTION = 10 * ROOM
-"""FLOPs of attention's backward for each kept query, key and channel: five products, with room."""
+ATTENTION = 4 * ROOM
+"""FLOPs of attention's backward for each kept query, key and channel, with room for more queries:
+of its ten, as its kernel takes less time for them than layers do (MiniLM at 512 tokens, a CPU)."""
 
 NOTHING = [math.nan] * (len(RUNGS) + 12)
 """The numbers of a block that could not be measured."""
@@ -72,13 +75,15 @@ class Factors(NamedTuple):
         keys = (1 / torch.tensor(RUNGS, dtype=self.fill.dtype) - 1).expand_as(self.fill)
         return torch.stack([self.fill, self.fill, keys], 1)
 
-    def noise(self, laws: Tensor) -> Tensor:
-        """v of each block for ``laws[..., blocks, 3]`` of its draws."""
-        own, out = (laws * self.own).sum(-1), (laws * self.out).sum(-1)
+    def noise(self, laws: Tensor, odds: Tensor) -> Tensor:
+        """v of each block for ``laws[..., blocks, 3]`` of its draws and 1/b - 1 of them."""
+        wide = (laws + odds) / 2
+        own, own_wide = ((law * self.own).sum(-1) for law in (laws, wide))
+        out, out_wide = ((law * self.out).sum(-1) for law in (laws, wide))
         arrives, found = torch.zeros_like(own[..., 0]), torch.zeros_like(own)
         for k in reversed(range(len(self.felt))):
-            found[..., k] = self.felt[k] * arrives + (1 + arrives) * own[..., k]
-            arrives = self.through[k] * arrives + (1 + arrives) * out[..., k]
+            found[..., k] = own[..., k] + arrives * (self.felt[k] + own_wide[..., k])
+            arrives = out[..., k] + arrives * (self.through[k] + out_wide[..., k])
         return found
 
 
@@ -98,7 +103,8 @@ def shared_out(blocks: Sequence[Sequence[float]], tokens: Tokens) -> list[Budget
     def weighed(plans: Tensor) -> tuple[Tensor, Tensor]:
         """The score and the cost of ``plans[..., blocks, 3]``."""
         own = laws.expand(*plans.shape, -1).gather(-1, plans.unsqueeze(-1)).squeeze(-1)
-        score = factors.noise(own).pow(WORST).mean(-1).pow(1 / WORST)
+        noise = factors.noise(own, 1 / rungs[plans] - 1)
+        score = noise.pow(WORST).mean(-1).pow(1 / WORST)
         # Attention has places for the usual number of queries, see ``Tokens.capacity``.
         places = torch.maximum(rungs[plans][..., 1], rungs[plans][..., 0] + QUERIES).clamp(max=1)
         budgets = torch.cat([rungs[plans], places.unsqueeze(-1)], -1)

@@ -218,6 +218,11 @@ class Units:
             sums[place] += value
         return sums
 
+    def worst(self, noise: Sequence[float], squares: Sequence[float]) -> float:
+        """The largest noise of a unit over its own square, of numbers by parameter."""
+        pairs = list(zip(self.sums(noise), self.sums(squares), strict=True))[:-1]
+        return max((v / s for v, s in pairs if s > 0), default=0.0)
+
 
 class _Draw(NamedTuple):
     """One sketched gradient against the exact one of its batch."""
