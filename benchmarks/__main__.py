@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -207,6 +208,30 @@ def _shape(text: str) -> tuple[int, int, int]:
     return B, d, n
 
 
+def _add_tokens(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Kept tokens: times, launches, compiled blocks."""
+    kept = commands.add_parser("tokens", parents=[common], help="training steps on kept tokens")
+    kept.add_argument("--only", default="", help="models whose name contains this")
+    how = kept.add_mutually_exclusive_group()
+    how.add_argument("--compile", action="store_true", help="compiled steps instead")
+    how.add_argument("--profile", action="store_true", help="what is left above the floor instead")
+    how.add_argument("--proof", action="store_true", help="what proving the blocks costs instead")
+    kept.add_argument("--steps", type=int, default=3, help="of a profile")
+    how.add_argument(
+        "--device", type=torch.device, help="instead: one table on cpu, cuda, mps, xpu"
+    )
+    kept.add_argument("--batches", type=int, nargs="+", default=device_table.BATCHES)
+    kept.add_argument("--autocast", choices=("bfloat16", "float16"), help="on a device")
+    kept.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="on a device")
+    number = commands.add_parser("launches", parents=[common], help="kernels that a step launches")
+    number.add_argument("--only", default="", help="models whose name contains this")
+    number.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    number.add_argument("--device", type=torch.device, help="cpu, cuda, mps, xpu")
+    blocks = commands.add_parser("compiled", parents=[common], help="steps of compiled blocks")
+    blocks.add_argument("--only", default="", help="cases whose name contains this")
+    blocks.add_argument("--whole", action="store_true", help="and the exact model as one graph")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -235,26 +260,7 @@ def _parser() -> argparse.ArgumentParser:
         model.add_argument("--budgets", type=float, nargs="+", default=[0.1])
         if name == "model":
             model.add_argument("--compile", action="store_true", help="compiled steps too")
-    kept = commands.add_parser("tokens", parents=[common], help="training steps on kept tokens")
-    kept.add_argument("--only", default="", help="models whose name contains this")
-    how = kept.add_mutually_exclusive_group()
-    how.add_argument("--compile", action="store_true", help="compiled steps instead")
-    how.add_argument("--profile", action="store_true", help="what is left above the floor instead")
-    how.add_argument("--proof", action="store_true", help="what proving the blocks costs instead")
-    kept.add_argument("--steps", type=int, default=3, help="of a profile")
-    how.add_argument(
-        "--device", type=torch.device, help="instead: one table on cpu, cuda, mps, xpu"
-    )
-    kept.add_argument("--batches", type=int, nargs="+", default=device_table.BATCHES)
-    kept.add_argument("--autocast", choices=("bfloat16", "float16"), help="on a device")
-    kept.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="on a device")
-    number = commands.add_parser("launches", parents=[common], help="kernels that a step launches")
-    number.add_argument("--only", default="", help="models whose name contains this")
-    number.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    number.add_argument("--device", type=torch.device, help="cpu, cuda, mps, xpu")
-    blocks = commands.add_parser("compiled", parents=[common], help="steps of compiled blocks")
-    blocks.add_argument("--only", default="", help="cases whose name contains this")
-    blocks.add_argument("--whole", action="store_true", help="and the exact model as one graph")
+    _add_tokens(commands, common)
     most = commands.add_parser("peak", parents=[common], help="peak memory and largest batch")
     most.add_argument("--only", default="", help="models whose name contains this")
     most.add_argument("--methods", nargs="+", choices=peak.METHODS, default=peak.METHODS)

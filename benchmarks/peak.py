@@ -32,7 +32,7 @@ BUDGET = 0.1
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Under these the C allocator gives large blocks back as soon as they are free."""
 METHODS = ("exact", "checkpointing", "ForwardRows", "checkpointing + ForwardRows", "Tokens")
-TOKENS = sp.Tokens(0.2, queries=0.2, keys=0.2, save="input")
+TOKENS = sp.Tokens(0.2, queries=0.2, keys=0.2, save="input", share="even")
 GRAIN = 16
 """The largest batch is looked for in sixteenths of the given one."""
 

@@ -32,7 +32,7 @@ class Budgets(NamedTuple):
         return " / ".join(f"{share:g}" for share in self)
 
     def sketch(self, save: str = "activations") -> sp.Tokens:
-        return sp.Tokens(self.rows, queries=self.queries, keys=self.keys, save=save)
+        return sp.Tokens(self.rows, queries=self.queries, keys=self.keys, save=save, share="even")
 
 
 class Size(NamedTuple):

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from .advise.study import ADVISE
 from .cifar.study import STUDIES
+from .depth.study import DEPTH
 from .iso_flop.study import ISO_FLOP
 from .lab import ExperimentError
 from .mnist.study import MNIST
 from .noise.study import NOISE
 from .pay.study import PAY
 
-COMMANDS = (MNIST, ISO_FLOP, NOISE, ADVISE, PAY)
+COMMANDS = (MNIST, ISO_FLOP, NOISE, DEPTH, ADVISE, PAY)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sketchprop.cli.expressions import UsageError, parse_sketch
-from sketchprop.sketches import AnySketch, Sketch
+from sketchprop.sketches import AnySketch, Sketch, Tokens
 
 from .lab import ExperimentError
 
@@ -117,13 +117,16 @@ def find_method(name: str) -> Method:
 
 
 def make_sketch(expression: str) -> AnySketch | None:
-    """The sketch of a run's layers; ``None`` for exact ones."""
+    """The sketch of a run's layers; ``None`` for exact ones. Budgets are even, as they were in the
+    runs that are stored, unless it says ``share``."""
     if not expression:
         return None
     try:
         sketch = parse_sketch(expression)
     except UsageError as error:
         raise ExperimentError(f"{expression}: {error}") from error
+    if isinstance(sketch, Tokens) and "share" not in expression:
+        return replace(sketch, share="even")
     return sketch
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sketchprop.layers.depth import load_shares_, shares_of
 from sketchprop.meters import measure_flops
 
 from .checkpoints import Checkpoint, State
@@ -292,6 +293,7 @@ class Trainer:
             "curves": self.curves,
             "numbers": {name: getattr(self, name) for name in _NUMBERS},
             "random": self.random,
+            "shares": shares_of(self.model),
             **({"control": self.control.state_dict()} if self.control else {}),
         }
 
@@ -301,6 +303,7 @@ class Trainer:
         self.feed.load_state(state["feed"])
         self.loss.copy_(state["loss"])
         self.curves, self.random = state["curves"], state["random"]
+        load_shares_(self.model, state.get("shares", {}))
         if self.control:
             self.control.load_state_dict(state["control"])
         for name in _NUMBERS:

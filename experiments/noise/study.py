@@ -50,7 +50,7 @@ class Budgets(NamedTuple):
 
     @property
     def sketch(self) -> sp.Tokens:
-        return sp.Tokens(self.rows, queries=self.queries, keys=self.keys)
+        return sp.Tokens(self.rows, queries=self.queries, keys=self.keys, share="even")
 
     @property
     def alone(self) -> tuple[Budgets, Budgets, Budgets]:

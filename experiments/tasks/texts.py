@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +23,8 @@ SMILES = re.compile(
 """Splits a reaction into atoms, bonds and brackets, as rxnfp was trained."""
 POOL = 50
 """Batches that are sorted by length together."""
+LONGEST = 512
+"""Word pieces of a text that is not cut; no sentence has so many."""
 TOLD = 24
 """Characters of a bad line that an error shows."""
 
@@ -152,7 +156,7 @@ def _word_pieces(sentences: Sequence[Any], targets: Tensor) -> Texts:
     from tokenizers import Tokenizer
 
     tokenizer: Any = Tokenizer.from_str(files.MINILM.read("tokenizer.json").decode())
-    tokenizer.no_truncation()
+    tokenizer.enable_truncation(LONGEST)
     tokenizer.no_padding()
     rows = [tokenizer.encode(*(s if isinstance(s, tuple) else (s,))).ids for s in sentences]
     return texts(rows, targets, int(tokenizer.token_to_id(PAD)))
@@ -169,6 +173,23 @@ def load_mrpc() -> tuple[Texts, Texts, Texts]:
     """Training, validation and test."""
     names = ("train.tsv", "dev.tsv", "msr_paraphrase_test.txt")
     train, dev, test = (_word_pieces(*mrpc_pairs(files.MRPC.read(n), n)) for n in names)
+    return train, dev, test
+
+
+def load_reviews() -> tuple[Texts, Texts, Texts]:
+    """Training, validation and test: long texts, split by their numbers; 1 for praise."""
+    packed = io.BytesIO(files.REVIEWS.read("movie_reviews.zip"))
+    parts: tuple[list[tuple[str, int]], ...] = ([], [], [])
+    with zipfile.ZipFile(packed) as archive:
+        for name in sorted(archive.namelist()):
+            if found := re.search(r"(neg|pos)/cv(\d)\d\d_.*\.txt$", name):
+                label, fold = found[1] == "pos", int(found[2])
+                text = archive.read(name).decode("latin-1")
+                parts[max(0, fold - 7)].append((text, int(label)))
+    train, dev, test = (
+        _word_pieces([text for text, _ in part], torch.tensor([label for _, label in part]))
+        for part in parts
+    )
     return train, dev, test
 
 

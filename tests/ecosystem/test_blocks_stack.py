@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sketchprop as sp
 from distributed_helpers import run_once
 from sketchprop import Tokens
+from sketchprop.layers.depth import shares_of
 from sketchprop.zoo import ViT
 from stack_helpers import Z_LIMIT, blocks, equal, gradients, largest_z
 
@@ -58,6 +59,7 @@ def compare(wrap: Any) -> dict[str, Any]:
         "truth": truth,
         "one draw": step_gradients(model, 0),
         "z": largest_z(truth, lambda k: step_gradients(model, k), DRAWS),
+        "shares": shares_of(model),
     }
 
 
@@ -87,3 +89,6 @@ def test_data_parallelism_sees_the_gradients_of_blocks(
         assert not equal(found["truth"], found["one draw"])
         assert found["z"] < Z_LIMIT
     assert equal(results[0][case]["one draw"], results[1][case]["one draw"])
+    shares = [rank[case]["shares"] for rank in results]
+    assert shares[0] == shares[1]
+    assert bool(shares[0]) == (case == "ddp")  # sharded weights cannot be measured: even

@@ -239,7 +239,7 @@ def test_summary_says_what_each_block_does_and_why_not_more(
         model = sp.sketch_(vit(), Tokens(0.3))
     assert "2 ZooBlock by Tokens(0.3); exact: embed, head" in caplog.text
     lines = {line.name: line for line in sp.summary(model, rows=4096).layers}
-    assert lines["blocks.0"].note == "rows 0.3, queries 0.4, keys 0.7"
+    assert lines["blocks.0"].note == "rows 0.3, queries 0.4, keys 0.7 (even: not measured yet)"
     assert lines["blocks.0.mlp.0"].note == "a part of 'blocks.0': rows"
     assert lines["blocks.0.attn.out"].kept == pytest.approx(0.4, abs=0.05)
     assert lines["head"].sketch is None
@@ -348,7 +348,7 @@ def test_meters_split_noise_by_block() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_draw_once(reentrant: bool) -> None:
-    model = sp.sketch_(vit(dropout=0.2), Tokens(0.3))
+    model = sp.sketch_(vit(dropout=0.2), Tokens(0.3, share="even"))
     body = model.blocks
 
     def run(stored: bool) -> list[Tensor]:
@@ -365,7 +365,7 @@ def test_checkpoints_draw_once(reentrant: bool) -> None:
 
 
 def test_autocast_and_accumulation() -> None:
-    model = sp.sketch_(vit(), Tokens(0.3))
+    model = sp.sketch_(vit(), Tokens(0.3, share="even"))
     x, labels = batch(model)
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype=torch.bfloat16):

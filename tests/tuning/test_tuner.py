@@ -297,7 +297,7 @@ def test_inside_of_exact_nothing_is_probed():
 def test_blocks_on_kept_tokens_are_tuned_whole_and_rung_one_draws_nothing():
     torch.manual_seed(0)
     model = ViT(dim=16, depth=3, heads=2, hidden=32)
-    sp.sketch_(model, sp.Tokens(0.3, queries=0.4))
+    sp.sketch_(model, sp.Tokens(0.3, queries=0.4, share="even"))
     images, labels = torch.randn(6, 3, 32, 32), torch.randint(10, (6,))
     loss = lambda m, batch: F.cross_entropy(m(batch[0]), batch[1])  # noqa: E731
     tuner = sp.Tuner(model, loss, share=1.0, groups=2, clock=BudgetClock(model))

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..layers import SketchedModule
 from ..layers.choose import Filter
+from ..layers.depth import load_shares_
 from ..layers.schedule import Schedule, set_budget_
 from ..layers.share import kept_flops
 from ..layers.transform import sketch_
@@ -59,10 +60,12 @@ class SketchOptions:
         self.sketch, self.filter_fn, self.planner = sketch, filter_fn, planner
         self.schedule, self.make_tuner, self.rows = schedule, tuner, rows
 
-    def begin(self, model: nn.Module, step: int) -> None:
-        """Sketches ``model`` and gives it the budget of ``step``."""
+    def begin(self, model: nn.Module, step: int, shares: Any = None) -> None:
+        """Sketches ``model`` and gives it the budget of ``step``; blocks share it out as in the
+        checkpoint that ``shares`` are from."""
         if self.sketch is not None:
             sketch_(model, self.sketch, self.filter_fn, planner=self.planner)
+        load_shares_(model, shares or {})
         self.follow(model, step)
 
     def follow(self, model: nn.Module, step: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..core.random import CPU, random_state, set_random_state
+from ..layers.depth import shares_of
 from ._routine import SketchOptions
 
 __all__ = ["SketchCallback"]
@@ -45,10 +46,13 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
     _steps = 0
     _resumed: dict[str, Any] | None = None
     _tuner_state: dict[str, Any] | None = None
+    _shares: dict[str, list[float]] | None = None
+    _model: nn.Module | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         # Steps are restored after this hook; each batch sets its own budget.
-        self.begin(pl_module, trainer.global_step)
+        self.begin(pl_module, trainer.global_step, self._shares)
+        self._model = pl_module
         # Before the loaders draw their order. A checkpoint holds the first process's state only.
         if self._resumed and trainer.world_size == 1:
             for device in _devices():
@@ -89,6 +93,7 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
         return {
             "routine": self._routine(),
             "random": {str(device): random_state(device) for device in _devices()},
+            "shares": {} if self._model is None else shares_of(self._model),
             "tuner": None if self.tuner is None else self.tuner.state_dict(),
         }
 
@@ -99,7 +104,7 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
                 f"the checkpoint was trained with {before}; it goes on with {now}", stacklevel=2
             )
         self._resumed = state_dict["random"]
-        self._tuner_state = state_dict["tuner"]
+        self._tuner_state, self._shares = state_dict["tuner"], state_dict["shares"]
 
 
 def _devices() -> list[torch.device]:

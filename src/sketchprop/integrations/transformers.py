@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layers.depth import shares_of
 from ._routine import SketchOptions
 
 try:
@@ -20,7 +21,7 @@ except ImportError as error:
 
 __all__ = ["SketchCallback"]
 
-_TUNER = "sketchprop_tuner"
+_TUNER, _SHARES = "sketchprop_tuner", "sketchprop_shares"
 
 
 class SketchCallback(SketchOptions, TrainerCallback):
@@ -43,7 +44,7 @@ class SketchCallback(SketchOptions, TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _before_reporters(self)
         model = kwargs["model"]
-        self.begin(model, state.global_step)
+        self.begin(model, state.global_step, state.stateful_callbacks.get(_SHARES))
         # Its entry in trainer_state.json.
         saved = state.stateful_callbacks.get(_TUNER)
         self.start_tuner(model, kwargs.get("optimizer"), state.max_steps, saved)
@@ -60,6 +61,8 @@ class SketchCallback(SketchOptions, TrainerCallback):
         self.follow(kwargs["model"], state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if shares := shares_of(kwargs["model"]):
+            state.stateful_callbacks[_SHARES] = shares
         if self.tuner is not None and self._inputs:
             self.tuner(self._inputs)
             self._inputs = {}

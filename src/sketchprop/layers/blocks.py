@@ -133,7 +133,10 @@ class SketchedBlock(SketchedModule):
                 self._note({_ALL: f"exact: {state.proof}"})
                 warnings.warn(f"{type(self).__name__} stays exact: {state.proof}", stacklevel=2)
                 return plain(*args, **kwargs)
-        return self.result(self.run(call, state.sketch), *args, **kwargs)
+        y = self.run(call, state.sketch)
+        if not torch.compiler.is_compiling() and state.shares is not None and state.shares.open:
+            state.shares.watch(self, y, args, kwargs)
+        return self.result(y, *args, **kwargs)
 
     def _known(self, *args: Any, **kwargs: Any) -> Anatomy | str:
         assert isinstance(self, nn.Module)

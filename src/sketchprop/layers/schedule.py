@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import nn
 
 from ..core.checks import check_budget
+from .depth import shares_in
 from .sketched import SketchedModule
 
 Schedule = Callable[[int], float | int]
@@ -65,8 +66,9 @@ class Ladder:
 def set_budget_(model: Model, budget: float | int) -> Model:
     """Gives every sketched layer of ``model`` the budget, in place, and returns the model.
 
-    The rest of each layer's sketch stays. Call it between steps: under activation checkpointing
-    a forward pass is replayed in backward, and both must see the same budget.
+    The rest of each layer's sketch stays; of ``Tokens`` that blocks share it is the mean. Call it
+    between steps: under activation checkpointing a forward pass is replayed in backward, and both
+    must see the same budget.
 
         set_budget_(model, 0.5)
     """
@@ -74,10 +76,14 @@ def set_budget_(model: Model, budget: float | int) -> Model:
     states = [m.sketching for m in model.modules() if isinstance(m, SketchedModule)]
     if not states:
         raise ValueError(f"{type(model).__name__} has no sketched layer; call sketch_ on it first")
+    for shares in shares_in(model):
+        shares.give(shares.tokens.with_budget(budget))
     for state in states:
+        state.idle = False
+        if state.shares is not None:
+            continue
         sketch = state.sketch.with_budget(budget)
         # As text, because 1 is a rank and 1.0 is everything: equal numbers, different budgets.
         if repr(sketch) != repr(state.sketch):
             state.sketch = sketch
-        state.idle = False
     return model

@@ -51,6 +51,8 @@ class Sketching:
     """True while a tuner leaves the layer exact: nothing of the sketch is asked."""
     tuned: str = ""
     """What a tuner decided, and why."""
+    shares: Any = None
+    """Of a block: the ``Shares`` by which a mean budget is shared out."""
     parts: dict[int, Planner] = field(init=False, default_factory=dict, repr=False)
     """The planners of a layer's second, third, … weight matrix."""
 
@@ -76,8 +78,8 @@ class Sketching:
                 planner.forget()
 
     def copied(self) -> Sketching:
-        """The same state, with memories of its own."""
-        twin = deepcopy(self)
+        """The same state, with memories of its own; it shares its budget with no other block."""
+        twin = deepcopy(self, {id(self.shares): None})
         twin.exact = self.exact
         return twin
 

@@ -121,6 +121,8 @@ def _block(name: str, module: SketchedBlock, rows: int) -> LayerSummary:
     assert isinstance(module, nn.Module)
     state, tokens = module.sketching, module.sketching.sketch
     shown = f"rows {tokens.budget:g}, queries {tokens.query_budget:g}, keys {tokens.key_budget:g}"
+    if state.shares is not None and not state.tuned:
+        shown += f" ({state.shares.note})"
     note = "; ".join(filter(None, (shown, module.left, state.note, state.tuned)))
     shares = _shares(
         state,

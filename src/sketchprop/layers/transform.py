@@ -15,6 +15,7 @@ from torch import nn
 from ..sketches import AnySketch, Planner, Tokens
 from .blocks import SketchedBlock
 from .choose import HOOKED, Filter, choose, known_class
+from .depth import share_out
 from .select import Layers
 from .share import kept_flops
 from .sketched import SketchedModule, Sketching
@@ -92,6 +93,8 @@ def sketch_(
         own = None if planner is None else planner.anew()
         blocks = compile and isinstance(s, Tokens)
         _turn(layer, Sketching(s, own, proof=None if check else "", compiled=blocks))
+    chosen = [name for name, s in choice.taken.items() if s is not None]
+    share_out({name: vars(layers[name])["sketching"] for name in layers if name in chosen})
     if _log.isEnabledFor(logging.INFO):
         _log.info("%s", _taken(model, layers, choice.taken))
     return model

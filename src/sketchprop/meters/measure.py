@@ -21,7 +21,7 @@ from .cost.flops import FlopsReport, measure_flops
 from .cost.memory import MemoryReport, saved_bytes
 from .cost.timing import Times, seconds_of_a_pass, step_times
 from .noise.estimate import Estimate
-from .noise.gradients import Loss
+from .noise.gradients import Loss, settle
 from .noise.pace import DROWNED
 from .noise.variance import Progress, VarianceReport, measure_variance
 from .restore import check_minutes, check_model, restored
@@ -212,16 +212,18 @@ class MeasureReport(Report):
         return Table("In short", columns, rows)
 
     def noise_by_layer(self) -> Table:
-        """V by the layer that injected it; no rows if it was not split."""
+        """V by the layer that injected it, and V of its own parameters over their σ²; no rows if
+        it was not split."""
         lines, total = self.variance.layers, self.added.value
+        felt = {each.layer: each.relative for each in self.variance.felt}
         columns = (
             *(LAYER, Column("V injected"), Column("share", ".3f"), Column("V/σ²")),
-            words("sketch"),
+            *(Column("felt: V/σ² of its own"), words("sketch")),
         )
         rows = [
             (
                 *(line.layer, line.injected, line.injected.value / total if total else None),
-                *(line.relative, line.sketch),
+                *(line.relative, felt.get(line.layer), line.sketch),
             )
             for line in lines
         ]
@@ -234,6 +236,10 @@ class MeasureReport(Report):
             worst = max(lines, key=lambda line: line.injected.value)
             share = 100 * worst.injected.value / total
             note += f" Layer {LAYER.write(worst.layer)} brings most, {share:.0f} % of it."
+        if worst_felt := self.variance.worst:
+            # Adam moves each layer by its own scale: what drowns in one is lost.
+            name = LAYER.write(worst_felt.layer)
+            note += f" Of its own gradient {name} feels most: V/σ² = {worst_felt.relative}."
         title = "Where the noise is made: V by the layer that injected it"
         return Table(title, columns, rows, note)
 
@@ -281,6 +287,9 @@ def measure(
     with restored(model, sketch, planner) as buffers:
         if minutes is not None:
             _check_time(model, loss_fn, batches, minutes)
+            buffers.restore()
+        if batches:
+            settle(model, loss_fn, batches[0])
             buffers.restore()
         variance = measure_variance(
             model,

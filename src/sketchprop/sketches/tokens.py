@@ -14,6 +14,10 @@ SAVES: Mapping[str | None, str] = {
     "activations": "fastest",
     "input": "the memory of activation checkpointing",
 }
+SHARES: Mapping[str | None, str] = {
+    "measured": "by the noise of each block, as the first backward pass finds it",
+    "even": "the same budgets in all blocks",
+}
 ROOM = 1.25
 """Most queries of one sample, as a multiple of the even share."""
 
@@ -44,6 +48,9 @@ class Tokens:
     ``budget``: kept rows of the row-wise branches, of all rows of a batch. ``queries``: kept
     tokens of each sample in attention and in the layers that make queries and read its result;
     unless given, ``budget + 0.1``. ``keys``: rows of K and V; unless given, ``budget + 0.4``.
+    ``share``: budgets are means over the blocks, shared out so that no block drowns in the noise
+    of those above it, for the same work, by what the first backward pass measures (it takes as
+    long as about five, once; see ``sketchprop.layers.depth``). ``"even"``: the same in all blocks.
     ``save="input"`` keeps only the input of a branch and computes the kept rows again: the memory
     of activation checkpointing.
 
@@ -61,6 +68,7 @@ class Tokens:
     queries: float | int | None = None
     keys: float | int | None = None
     save: str = "activations"
+    share: str = "measured"
     query_budget: float | int = field(init=False, repr=False, compare=False)
     """Kept tokens of each sample in attention."""
     key_budget: float | int = field(init=False, repr=False, compare=False)
@@ -74,6 +82,7 @@ class Tokens:
             if name == "budget" or value is not None:
                 object.__setattr__(self, name, check_budget(value))
         check_save(self.save)
+        check_choice("share", self.share, SHARES)
         rows, usual = self.budget, more(self.budget, QUERIES)
         queries = usual if self.queries is None else self.queries
         keys = more(rows, KEYS) if self.keys is None else self.keys

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..layers.depth import mean_over_processes
 from .controller import Probe
 
 
@@ -18,19 +19,9 @@ def agreed(probe: Probe, device: torch.device) -> Probe:
 
     One all-reduce of a few numbers. A probe that is not finite somewhere is ignored everywhere.
     """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return probe
-    world = distributed.get_world_size()
-    if world == 1:
-        return probe
     numbers, shape = tree_flatten(astuple(probe))
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    # Gloo reduces on the CPU, NCCL on its own device.
-    place = torch.device("cpu") if distributed.get_backend() == "gloo" else device
-    sums = torch.tensor(numbers, dtype=wide, device=place)
-    distributed.all_reduce(sums)
-    return Probe(*tree_unflatten((sums / world).tolist(), shape))
+    (means,) = mean_over_processes([numbers], device)
+    return Probe(*tree_unflatten(means, shape))
 
 
 def check_plain(model: nn.Module) -> None:

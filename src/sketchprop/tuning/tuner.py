@@ -17,6 +17,7 @@ from torch import nn
 from ..core.checks import check_budget, check_count
 from ..core.stopwatch import timed
 from ..layers import SketchedModule
+from ..layers.depth import NOTHING, Shares, load_shares_, mean_over_processes, shares_in
 from ..layers.isolation import no_gradient_hooks
 from ..meters.noise.gradients import Gradients, Loss, squared_distance
 from ..meters.noise.pace import Pace, adaptive, noise_by_parameter, ready
@@ -105,6 +106,11 @@ class Tuner:
         self._intervals: deque[float] = deque(maxlen=RECENT)
         self._left: float | None = None
         self._before: Any = None
+        self._device = next(model.parameters()).device
+        self._names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+        self._shares = [] if frozen else shares_in(model)
+        for shares in self._shares:
+            shares.open = False  # it is measured by probes
         self._arrange(self._most)
         self._sketches = {m: m.sketching.sketch for group in self.groups.values() for m in group}
         self.next_probe = self._wait()
@@ -179,7 +185,7 @@ class Tuner:
 
     def _decide(self, batch: Any) -> dict[str, Any]:
         start = self.clock()
-        probe = agreed(self._probe(batch, start), next(self.model.parameters()).device)
+        probe = agreed(self._probe(batch, start), self._device)
         self.spent += max(0.0, probe.cost)
         decision = (self.controller.watch if self.frozen else self.controller.learn)(probe)
         self._give(self.controller.budgets, f"tuned at step {self.step}: {decision['why']}")
@@ -214,6 +220,7 @@ class Tuner:
                 first, plain = exact()
                 sigma2 = math.nan if self._before is None else squared_distance(other, plain) / 2
                 del other
+                self._measure_shares(partial(gradients.sketched, batch, 0))
                 together = sketched(rungs)
                 alone = [
                     sketched([p if k == i else 1.0 for k, p in enumerate(rungs)]) for i in units
@@ -241,10 +248,34 @@ class Tuner:
             sigma2=sigma2,
         )
 
+    def _measure_shares(self, run: Callable[[], object]) -> None:
+        """How blocks share their budgets, on this batch: by twins, which draw evenly."""
+        names = dict(self.model.named_modules())
+        for shares in self._shares:
+            states = {name: names[name].sketching for name in shares.states}
+            twin = Shares(shares.tokens, states, alone=True)
+            for state in states.values():
+                state.shares, state.sketch, state.idle = twin, shares.tokens, False
+            run()
+            for state in states.values():
+                state.shares = None
+            own = [twin.blocks.get(name, NOTHING) for name in states]
+            means = zip(states, mean_over_processes(own, self._device), strict=True)
+            shares.blocks = {name: m for name, m in means if all(map(math.isfinite, m))}
+
+    def _shared(self, group: Sequence[Any], budget: float) -> dict[Any, Any]:
+        """The sketches of a group's units at a budget; of blocks that share it, at their mean."""
+        found = {module: self._sketches[module].with_budget(budget) for module in group}
+        parts: dict[str, Any] = {}
+        for shares in self._shares if budget < 1 else ():
+            parts |= shares.sketches(shares.tokens.with_budget(budget))
+        return {m: parts.get(self._names[m], sketch) for m, sketch in found.items()}
+
     def _give(self, budgets: Sequence[float], why: str = "") -> None:
         for group, budget in zip(self.groups.values(), budgets, strict=True):
-            for module in () if self.frozen else group:
-                state, sketch = module.sketching, self._sketches[module].with_budget(budget)
+            sketches = {} if self.frozen else self._shared(group, budget)
+            for module, sketch in sketches.items():
+                state = module.sketching
                 # Only what changes: under torch.compile a new sketch is looked at anew.
                 if state.sketch != sketch:
                     state.sketch = sketch
@@ -262,6 +293,7 @@ class Tuner:
             "spent": self.spent,
             "groups": list(self.groups),
             "controller": self.controller.state_dict(),
+            "shares": {n: own for shares in self._shares for n, own in shares.blocks.items()},
             "log": [dict(entry) for entry in self.log],
         }
 
@@ -278,15 +310,18 @@ class Tuner:
         self.steps = self.steps or state["steps"]
         self.spent = state["spent"]
         self.controller = Controller.from_state(state["controller"])
+        load_shares_(self.model, state["shares"])
         self.log = [dict(entry) for entry in state["log"]]
         self._give(self.controller.budgets, "resumed")
 
 
 def _groups(model: nn.Module, most: int) -> dict[str, list[Any]]:
     """Sketched layers and blocks in order, neighbours together where there are many."""
-    units: list[tuple[str, Any]] = [
-        (name, m) for name, m in model.named_modules() if isinstance(m, SketchedModule)
-    ]
+    units: dict[int, list[tuple[str, Any]]] = {}
+    for name, m in model.named_modules():
+        if isinstance(m, SketchedModule):
+            # Blocks that share a budget out are one unit: it is their mean that is moved.
+            units.setdefault(id(m.sketching.shares or m), []).append((name, m))
     if not units:
         raise ValueError(
             f"{type(model).__name__} has no sketched layer; say first what is to be tuned: "
@@ -294,7 +329,8 @@ def _groups(model: nn.Module, most: int) -> dict[str, list[Any]]:
         )
     count = min(most, len(units))
     edges = [round(i * len(units) / count) for i in range(count + 1)]
-    parts = [units[a:b] for a, b in itertools.pairwise(edges)]
+    chains = list(units.values())
+    parts = [list(itertools.chain(*chains[a:b])) for a, b in itertools.pairwise(edges)]
     names = [[name for name, _ in part] for part in parts]
     texts = [each[0] if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in names]
     return {text: [m for _, m in part] for text, part in zip(texts, parts, strict=True)}

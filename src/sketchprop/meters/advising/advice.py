@@ -40,6 +40,8 @@ class Option:
     memory: float | None = None
     """Bytes kept for backward."""
     note: str = ""
+    worst: float | None = None
+    """V/(‖g‖² + σ²) of the layer or block whose own parameters feel most of it."""
 
     @property
     def in_all(self) -> Estimate | None:
@@ -195,13 +197,14 @@ class Advice(Report):
     def tables(self) -> list[Table]:
         columns = (
             *(words("tried"), Column("time", ".3f"), Column("noise", ".3g")),
-            *(Column("in all"), Column("memory", ".3f"), words("note")),
+            *(Column("worst", ".2g"), Column("in all"), Column("memory", ".3f"), words("note")),
         )
         shown = [*sorted(self.options, key=_change), *([self.control] if self.control else [])]
-        rows = [(o.name, o.time, o.noise, o.in_all, o.memory, o.note) for o in shown]
+        rows = [(o.name, o.time, o.noise, o.worst, o.in_all, o.memory, o.note) for o in shown]
         hidden = "0: the batches' noise hides the gradient"
         note = (
-            "All over exact steps. time: of a step; noise: the steps that it adds; in all: "
+            "All over exact steps. time: of a step; noise: the steps that it adds; worst: V "
+            "over ‖g‖² + σ² in the layer or block that feels most, which a mean hides; in all: "
             "time × (1 + noise), the time to the same quality; memory: bytes kept for backward. "
             f"{self.batches} batches, {self.seconds:.0f} s. ‖g‖²/σ², the mean gradient over the "
             f"batches' noise: {f'{self.signal:.3g}' if self.signal else hidden}; noise costs less "

@@ -22,8 +22,9 @@ from ...layers.transform import exact
 from ..batches import halved
 from ..cost.memory import saved_bytes
 from ..cost.timing import Times, compare, step_times
-from ..noise.gradients import Gradients, Loss, one_pass, squared_norms
+from ..noise.gradients import Gradients, Loss, one_pass, settle, squared_norms
 from ..noise.pace import DROWNED, HUGE, Pace, adaptive, noise_by_parameter
+from ..noise.variance import Units
 from ..restore import Buffers, restored
 from .advice import OUT_OF_TIME, Option
 from .candidates import Candidate
@@ -124,11 +125,14 @@ class Meter:
                 candidate.apply_(self.model)
             except ValueError as error:
                 return replace(option, note=f"does not fit: {error}")
+            settle(self.model, self.loss_fn, self.batches[0])
+            buffers.restore()
             note = self._compile() if candidate.compile else ""
             seconds, begin = seconds - (monotonic() - begin), monotonic()
             if seconds < LEAST_PASSES * self.a_pass:
                 return replace(option, note=OUT_OF_TIME)
             draws, times, pace = self._draws(buffers, seconds / self.a_pass)
+            units = Units(self.model, self.parameters)
             buffers.restore()
             saved = saved_bytes(self.model, self.loss_fn, self.batches[0]).total
             spent = monotonic() - begin
@@ -138,7 +142,8 @@ class Meter:
                 rounds, rest = (2, MOST_ROUNDS), seconds - spent
                 times = step_times(self.model, self.loss_fn, self.batches[0], rounds, rest)
             times = times.with_overhead(self.elsewhere)
-        noise = pace.steps(list(map(fmean, zip(*draws, strict=True)))) - 1
+        added = list(map(fmean, zip(*draws, strict=True)))
+        noise = pace.steps(added) - 1
         if not math.isfinite(noise):
             return replace(option, note="its gradient is not finite")
         spread = stdev(map(pace.steps, draws)) / math.sqrt(len(draws))
@@ -146,6 +151,7 @@ class Meter:
             option,
             time=times.ratio,
             noise=noise,
+            worst=units.worst(added, pace.squares),
             change=times.ratio * (1 + noise),
             error=math.hypot(times.ratio * spread, (1 + noise) * times.ratio_error),
             memory=saved / max(1, self.bytes),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...core.random import random_state, seed_generators, set_random_state
 from ...layers import SketchedModule
+from ...layers.depth import shares_in
 from ..restore import Buffers, call_hooks, check_model
 
 Loss = Callable[[Any, Any], Tensor]
@@ -171,6 +172,15 @@ def one_pass(
     """Forward and backward: the gradients, ``None`` where a parameter has no part in the loss."""
     loss = scalar_loss(loss_fn, model, batch)
     return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+def settle(model: nn.Module, loss_fn: Loss, batch: Any) -> None:
+    """Blocks that share a budget out do so now, by one backward pass; inside ``restored``."""
+    waiting = [shares for shares in shares_in(model) if shares.open]
+    if waiting:
+        one_pass(loss_fn, model, batch, [p for p in model.parameters() if p.requires_grad])
+    for shares in waiting:
+        shares.open = False
 
 
 def squared_distance(a: list[Tensor], b: list[Tensor]) -> float:

@@ -23,14 +23,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ...layers.isolation import SKETCHING
 from ..restore import restored
-from .estimate import Estimate, minibatch_variance, over_draws, variance_ratio
+from .estimate import Estimate, divide, minibatch_variance, over_draws, variance_ratio
 from .gradients import Gradients, Loss, numbers, squared_distance, squared_norms, wide
 
 Progress = Callable[[float], object]
@@ -39,6 +41,7 @@ Progress = Callable[[float], object]
 SURPRISE = 5.0
 """Standard errors that an alignment may be off; by chance once in a million parameters."""
 
+ELSEWHERE = "elsewhere"
 PILOT_DRAWS = 8
 MAX_DRAWS = 64
 TARGET_ERROR = 0.05
@@ -53,6 +56,18 @@ class LayerVariance:
     injected: Estimate
     relative: Estimate
     """injected/σ²."""
+
+
+@dataclass(frozen=True)
+class FeltNoise:
+    """What all draws together do to the gradients of one layer's or block's own parameters."""
+
+    layer: str
+    """``ELSEWHERE``: all parameters that are in no sketched layer."""
+    relative: Estimate
+    """V/σ², both of these parameters."""
+    share: float
+    """V/(‖g‖² + σ²) of these parameters."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +88,9 @@ class VarianceReport:
     """V - Σ of the layers, draw by draw: zero within its error; ``None`` without ``split``."""
     signal: float
     """‖g‖², of the mean gradient g: ‖ḡ‖² of the batches without the σ²/M that is noise."""
+    felt: tuple[FeltNoise, ...]
+    """By the layer or block whose parameters they are, in the order of forward. A sum over all
+    parameters hides a block: heads are exact and may hold most of σ²."""
     missed: dict[str, Estimate]
     """⟨ĝ - g, g⟩/‖g‖² of each parameter where it is not zero within its error: -1 where the draws
     never brought a gradient."""
@@ -82,6 +100,12 @@ class VarianceReport:
         """‖g‖²/σ²; 0 where there is no σ²."""
         sigma2 = self.sigma2.value
         return self.signal / sigma2 if sigma2 > 0 else 0.0
+
+    @property
+    def worst(self) -> FeltNoise | None:
+        """The layer or block that feels most noise for its own gradient."""
+        felt = [each for each in self.felt if each.layer != ELSEWHERE]
+        return max(felt, key=lambda each: each.share, default=None)
 
     @property
     def reliable(self) -> bool:
@@ -139,9 +163,9 @@ def measure_variance(
     with restored(model) as buffers:
         gradients = Gradients(model, loss_fn, buffers, seed)
         with gradients.switch.installed():
-            start = monotonic()
+            start, units = monotonic(), Units(model, gradients.parameters)
             mean = _mean_gradient(gradients, batches)
-            count = draws or _pilot(gradients, batches)
+            count = draws or _pilot(gradients, units, batches)
             if seconds < math.inf:
                 spent = monotonic() - start
                 a_pass = spent / (len(batches) + (0 if draws else PILOT_DRAWS + 1))
@@ -150,17 +174,20 @@ def measure_variance(
                 uses = max(1, len(gradients.switch.uses))
                 split = split and passes >= 2 * uses
                 count = max(2, min(count, int(passes / (uses if split else 1))))
-            deviations: list[float] = []
+            deviations: list[list[float]] = []
+            squares: list[list[float]] = []
             drawn: list[list[_Draw]] = []
             for batch in batches:
                 exact = gradients.exact(batch)
-                deviations.append(squared_distance([wide(g) for g in exact], mean))
+                apart = [wide(g) - m for g, m in zip(exact, mean, strict=True)]
+                deviations.append(units.sums(squared_norms(apart)))
+                squares.append(units.sums(squared_norms(exact)))
                 drawn.append([])
                 for number in range(count):
-                    drawn[-1].append(_draw(gradients, batch, number, exact, split))
+                    drawn[-1].append(_draw(gradients, units, batch, number, exact, split))
                     if progress is not None:
                         progress((len(drawn) - 1 + (number + 1) / count) / len(batches))
-    return _report(gradients, mean, deviations, drawn, split)
+    return _report(gradients, units, mean, deviations, squares, drawn, split)
 
 
 def _mean_gradient(gradients: Gradients, batches: Sequence[Any]) -> list[Tensor]:
@@ -171,17 +198,47 @@ def _mean_gradient(gradients: Gradients, batches: Sequence[Any]) -> list[Tensor]
     return mean
 
 
+class Units:
+    """Which sketched layer or block each parameter belongs to, the outermost; the last: none."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+        owners: dict[Tensor, str] = {}
+        for name, module in model.named_modules():
+            for parameter in module.parameters() if SKETCHING in vars(module) else ():
+                owners.setdefault(parameter, name)
+        own = [owners.get(parameter) for parameter in parameters]
+        self.names = list(dict.fromkeys(name for name in own if name is not None))
+        places = {name: place for place, name in enumerate(self.names)}
+        self.places = [-1 if name is None else places[name] for name in own]
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Of numbers by parameter those of each unit together."""
+        sums = [0.0] * (len(self.names) + 1)
+        for place, value in zip(self.places, values, strict=True):
+            sums[place] += value
+        return sums
+
+    def worst(self, noise: Sequence[float], squares: Sequence[float]) -> float:
+        """The largest noise of a unit over its own square, of numbers by parameter."""
+        pairs = list(zip(self.sums(noise), self.sums(squares), strict=True))[:-1]
+        return max((v / s for v, s in pairs if s > 0), default=0.0)
+
+
 class _Draw(NamedTuple):
     """One sketched gradient against the exact one of its batch."""
 
     added: float
     """‖ĝ - g‖²."""
+    felt: list[float]
+    """The same by unit."""
     alignments: list[float]
     injected: dict[str, float]
     """‖Mₖ - Mₖ₋₁‖² by layer; all of it by the first where it is not split."""
 
 
-def _draw(gradients: Gradients, batch: Any, number: int, exact: list[Tensor], split: bool) -> _Draw:
+def _draw(
+    gradients: Gradients, units: Units, batch: Any, number: int, exact: list[Tensor], split: bool
+) -> _Draw:
     uses = gradients.switch.uses
     if not uses:
         raise ValueError("loss_fn never called a sketched layer; nothing can be measured")
@@ -195,13 +252,14 @@ def _draw(gradients: Gradients, batch: Any, number: int, exact: list[Tensor], sp
     added = visible_distance(before, exact)
     if not math.isfinite(added):
         raise ValueError("a gradient is not finite; the variance of such gradients means nothing")
-    return _Draw(added, alignment(before, exact), injected)
+    felt = squared_norms(a - b for a, b in zip(before, exact, strict=True)) if added else []
+    return _Draw(added, units.sums(felt or [0.0] * len(exact)), alignment(before, exact), injected)
 
 
-def _pilot(gradients: Gradients, batches: Sequence[Any]) -> int:
+def _pilot(gradients: Gradients, units: Units, batches: Sequence[Any]) -> int:
     """How many draws for each batch bring the error of V below the target."""
     exact = gradients.exact(batches[0])
-    drawn = [_draw(gradients, batches[0], -1 - i, exact, False) for i in range(PILOT_DRAWS)]
+    drawn = [_draw(gradients, units, batches[0], -1 - i, exact, False) for i in range(PILOT_DRAWS)]
     estimate = over_draws([[draw.added for draw in drawn]])
     if estimate.value == 0:
         return 2
@@ -215,15 +273,25 @@ def _pilot(gradients: Gradients, batches: Sequence[Any]) -> int:
 
 def _report(
     gradients: Gradients,
+    units: Units,
     mean: list[Tensor],
-    deviations: list[float],
+    by_unit: list[list[float]],
+    squares: list[list[float]],
     drawn: list[list[_Draw]],
     split: bool,
 ) -> VarianceReport:
     def each(read: Callable[[_Draw], float]) -> list[list[float]]:
         return [[read(draw) for draw in of_batch] for of_batch in drawn]
 
+    deviations = list(map(math.fsum, by_unit))
     added, sigma2 = each(lambda draw: draw.added), minibatch_variance(deviations)
+    felt = []
+    for place, name in enumerate([*units.names, ELSEWHERE]):
+        own = each(lambda draw, place=place: draw.felt[place])  # type: ignore[misc]
+        ratio = variance_ratio(own, [of_batch[place] for of_batch in by_unit])
+        square = fmean(of_batch[place] for of_batch in squares)
+        if square > 0:
+            felt.append(FeltNoise(name, ratio, divide(over_draws(own).value, square)))
     layers = []
     sketches = {name: repr(m.sketch) for m, name in gradients.switch.layers.items()}
     names = dict.fromkeys(name for of_batch in drawn for name in of_batch[0].injected)
@@ -247,6 +315,7 @@ def _report(
         layers=tuple(layers),
         remainder=over_draws(rest) if split else None,
         signal=max(0.0, norm - sigma2.value / len(drawn)),
+        felt=tuple(felt),
         missed=missed,
     )
 

@@ -1,0 +1,223 @@
+"""Budgets shared out over blocks beside even ones: noise of each block, at the same step time."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean, median
+from time import process_time
+from typing import Any
+
+from torch import Tensor, nn
+
+import sketchprop as sp
+from sketchprop.layers import SketchedModule
+from sketchprop.layers.depth import load_shares_, shares_in, shares_of
+from sketchprop.meters.noise.gradients import squared_norms
+
+from ..lab.checkpoints import FOLDER, Checkpoint
+from ..lab.noise import exact_gradient, gradients_of, noise_batches, trained_parameters
+from ..lab.pages import made_on, number_text, read_json, write_json
+from ..lab.problem import GOING, Problem, trajectory
+from ..lab.study import MeasuredStudy
+from ..lab.trainer import Batch
+from ..tasks.table import TASKS, Task
+
+EXACT = "exact"
+EVEN, SHARED, EARLY = "even", "shared out", "shared out at the first moment"
+
+
+@dataclass(frozen=True)
+class Settings:
+    size: str = "full"
+    moments: tuple[int, ...] = ()
+    """Steps of exact training; empty: those of the task."""
+    budget: float = 0.3
+    sigma_batches: int = 8
+    batches: int = 5
+    draws: int = 2
+    rounds: int = 5
+    seeds: int = 5
+    steps: int = 800
+    """Of exact training; the others have as much time."""
+    marks: int = 4
+
+
+class DepthStudy(MeasuredStudy):
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        super().add_options(parser)
+        parser.add_argument("--task", required=True, choices=sorted(TASKS), help="what is trained")
+        parser.add_argument("--train", action="store_true", help="and train all ways equally long")
+
+    def measure(self, settings: Settings, out: Path, options: argparse.Namespace) -> None:
+        """Adds the moments that are missing."""
+        task, stored = TASKS[options.task], out / "results.json"
+        found: dict[str, Any] = read_json(stored) if stored.is_file() else {}
+        problem = task.problem(settings.size == "small")
+        own = found.setdefault(task.name, {"title": problem.title, "machine": made_on()})
+        steps = settings.moments or task.moments
+        for step, model in trajectory(problem, steps, task.rate, out / task.name):
+            if str(step) not in own:
+                early = own.get(str(steps[0]), {}).get("shares", {})
+                own[str(step)] = _looked_at(model, problem, settings, early)
+                write_json(stored, found)
+            if not options.quiet:
+                sys.stderr.write(f"{task.name}, step {step}: {_line(own[str(step)])}\n")
+        if options.train:
+            runs = own.setdefault("runs", {})
+            for seed, way in product(range(settings.seeds), (EXACT, EVEN, SHARED)):
+                if f"{way}/{seed}" not in runs:
+                    runs[f"{way}/{seed}"] = _trained(task, settings, way, seed, own, out)
+                    write_json(stored, found)
+
+    def results(self, settings: Settings, out: Path) -> tuple[list[Path], dict[str, Any]]:
+        found = read_json(out / "results.json")
+        rows = [
+            [task, step, way, *_cells(moment, line)]
+            for task, own in found.items()
+            for step, moment in own.items()
+            if step.isdecimal()
+            for way, line in moment["ways"].items()
+        ]
+        runs = [
+            [task, *name.split("/"), *(number_text(score, 4) for score in scores)]
+            for task, own in found.items()
+            for name, scores in own.get("runs", {}).items()
+        ]
+        return [out / "results.json"], {"rows": rows, "tasks": found, "runs": runs}
+
+
+def _trained(
+    task: Task, settings: Settings, way: str, seed: int, own: dict[str, Any], out: Path
+) -> list[float]:
+    """Test scores at the marks, all ways having had the same time of the processor by what a step
+    takes in the mean over the moments, measuring the shares included."""
+    moments = [moment for step, moment in own.items() if step.isdecimal()]
+    ratio = 1.0 if way == EXACT else fmean(m["ways"][way]["time"] for m in moments)
+    spent = fmean(m["steps"] for m in moments) if way == SHARED else 0.0
+    marks = [
+        round((settings.steps * k / settings.marks - spent) / ratio)
+        for k in range(1, settings.marks + 1)
+    ]
+    share = "measured" if way == SHARED else "even"
+    sketch = "" if way == EXACT else f"Tokens({settings.budget:g}, share={share!r})"
+    problem = task.problem(settings.size == "small")
+    trainer = problem.trainer(task.rate, seed, marks, sketch=sketch, decay=True)
+    name = f"{way.replace(' ', '-')}-{seed}"
+    found = trainer.train(Checkpoint(out / task.name / FOLDER / f"{name}.pt", GOING))
+    scores: list[float] = found["test_curve"]
+    return scores
+
+
+def _looked_at(
+    model: nn.Module, problem: Problem, settings: Settings, early: dict[str, list[float]]
+) -> dict[str, Any]:
+    """All ways at one moment, by block, and what is in none of them last; the model is exact again
+    at the end."""
+    batches = noise_batches(problem, settings.sigma_batches + 1)
+    aside = batches.pop()
+    even = sp.Tokens(settings.budget, share="even")
+    sp.sketch_(model, even, problem.inner)
+    blocks = [m for m in model.modules() if isinstance(m, SketchedModule)]
+    number = {p: k for k, m in enumerate(blocks) for p in m.parameters()}
+    owner = [number.get(p, len(blocks)) for p in trained_parameters(model)]
+
+    def by_block(gradient: Sequence[Tensor]) -> list[float]:
+        sums = [0.0] * (len(blocks) + 1)
+        for k, square in zip(owner, squared_norms(gradient), strict=True):
+            sums[k] += square
+        return sums
+
+    def mean(values: Sequence[Sequence[float]], count: int) -> list[float]:
+        return [sum(column) / count for column in zip(*values, strict=True)]
+
+    def apart(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[float]:
+        return by_block([x - y for x, y in zip(a, b, strict=True)])
+
+    with sp.exact(model):
+        exact = [exact_gradient(model, problem, batch) for batch in batches]
+    centre = [sum(parts) / len(exact) for parts in zip(*exact, strict=True)]
+    sigma2 = mean([apart(g, centre) for g in exact], len(exact) - 1)
+
+    def noise() -> list[float]:
+        pairs = list(zip(batches, exact, strict=True))[: settings.batches]
+        found = [
+            apart(drawn, g)
+            for batch, g in pairs
+            for drawn in gradients_of(model, problem, batch, settings.draws)
+        ]
+        return mean(found, len(found))
+
+    ways: dict[str, Any] = {EVEN: {"sketches": [even] * len(blocks)}}
+    shares: dict[str, list[float]] = {}
+    spent = 0.0
+    for way in (SHARED, *([EARLY] if early else [])):
+        sp.sketch_(model, sp.Tokens(settings.budget), problem.inner)
+        if way == EARLY:
+            load_shares_(model, early)
+        else:
+            spent, shares = _seconds(model, problem, aside), shares_of(model)
+            with sp.exact(model):
+                spent /= _seconds(model, problem, aside)
+        ways[way] = {"note": shares_in(model)[0].note, "sketches": [m.sketch for m in blocks]}
+    for line in ways.values():
+        _give(blocks, line["sketches"])
+        line["noise"] = noise()
+    times: dict[str, list[float]] = {way: [] for way in (EXACT, *ways)}
+    for batch in (batches * settings.rounds)[: settings.rounds]:
+        for way, seconds in times.items():
+            _give(blocks, ways.get(way, ways[EVEN])["sketches"])
+            for m in blocks:
+                m.sketching.exact = way == EXACT
+            seconds.append(_seconds(model, problem, batch))
+    for way, line in ways.items():
+        pairs = zip(times[way], times[EXACT], strict=True)
+        line["time"] = median(a / b for a, b in pairs)
+        line["budgets"] = [(s.budget, s.query_budget, s.key_budget) for s in line.pop("sketches")]
+    sp.unsketch_(model)
+    squares = mean(list(map(by_block, exact)), len(exact))
+    spread = {"sigma2": sigma2, "squares": squares}
+    return {"ways": ways, **spread, "shares": shares, "steps": spent}
+
+
+def _give(blocks: Sequence[Any], sketches: Sequence[sp.Tokens]) -> None:
+    for block, sketch in zip(blocks, sketches, strict=True):
+        block.sketching.sketch = sketch
+
+
+def _seconds(model: nn.Module, problem: Problem, batch: Batch) -> float:
+    """Of the processor, for one pass."""
+    start = process_time()
+    exact_gradient(model, problem, batch)
+    return process_time() - start
+
+
+def figures(moment: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+    """V/σ² by block, of the worst and over all parameters; the mean of V_b/(σ_b² + |g_b|²)."""
+    noise, sigma2, squares = line["noise"], moment["sigma2"], moment["squares"]
+    blocks = [v / s for v, s in zip(noise[:-1], sigma2, strict=False)]
+    mean = fmean(v / s for v, s in zip(noise[:-1], squares, strict=False))
+    return {"blocks": blocks, "worst": max(blocks), "all": sum(noise) / sum(sigma2), "mean": mean}
+
+
+def _cells(moment: dict[str, Any], line: dict[str, Any]) -> list[str]:
+    found = figures(moment, line)
+    told = [number_text(found[name], 2) for name in ("all", "mean", "worst")]
+    return [number_text(line["time"]), *told, " ".join(number_text(v, 2) for v in found["blocks"])]
+
+
+def _line(moment: dict[str, Any]) -> str:
+    texts = [f"{way}: {', '.join(_cells(moment, line))}" for way, line in moment["ways"].items()]
+    return "; ".join([*texts, f"measured in {moment['steps']:.1f} steps"])
+
+
+DEPTH = DepthStudy(
+    name="depth",
+    help="noise by block: budgets shared out beside even ones",
+    published={"cpu": "depth"},
+    settings=Settings(),
+)
