@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .advise.study import ADVISE
+from .amplification.study import AMPLIFICATION
 from .cifar.study import STUDIES
 from .iso_flop.study import ISO_FLOP
 from .lab import ExperimentError
@@ -14,7 +15,7 @@ from .mnist.study import MNIST
 from .noise.study import NOISE
 from .pay.study import PAY
 
-COMMANDS = (MNIST, ISO_FLOP, NOISE, ADVISE, PAY)
+COMMANDS = (MNIST, ISO_FLOP, AMPLIFICATION, NOISE, ADVISE, PAY)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
