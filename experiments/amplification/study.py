@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import sketchprop as sp
 from sketchprop import zoo
+from sketchprop.cli.expressions import parse_sketch
 from sketchprop.core.table import plain_data
 from sketchprop.meters.noise.amplification import Edge, measure_edges
 
@@ -31,7 +32,6 @@ from ..lab.noise import noise_batches
 from ..lab.pages import made_on, read_json, write_json
 from ..lab.problem import Problem
 from ..lab.study import MeasuredStudy
-from ..methods import make_sketch
 from ..problems import drawer, pixels
 
 SKETCHES: dict[str, tuple[str, str, Any]] = {
@@ -100,7 +100,7 @@ class AmplificationStudy(MeasuredStudy):
             for label, (sketch, _, rule) in SKETCHES.items():
                 if rule is None and name != "ViT":
                     continue
-                sp.sketch_(model, make_sketch(sketch), rule)
+                sp.sketch_(model, parse_sketch(sketch), rule)
                 edges = measure_edges(model, task.loss_of, batches, names, draws=settings.draws)
                 found[label] = plain_data(edges)
                 sp.unsketch_(model)

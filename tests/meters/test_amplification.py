@@ -29,7 +29,7 @@ def test_a_chain_of_linear_layers_agrees_with_the_closed_form():
     assert top.with_draw == pytest.approx(3, rel=0.1)
     assert middle.at_output == top.with_draw
     assert middle.at_input == pytest.approx(3, rel=0.1)
-    assert middle.draw_factor == pytest.approx(2, rel=0.1)
+    assert (1 + middle.with_draw) / (1 + middle.at_input) == pytest.approx(2, rel=0.1)
     for edge, layer in ((middle, model[1]), (top, model[2])):
         squares = torch.linalg.svdvals(layer.weight.detach()).square()
         assert edge.bound == pytest.approx(float(squares[0]), rel=0.02)

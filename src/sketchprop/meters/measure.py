@@ -242,19 +242,14 @@ class MeasureReport(Report):
 
     def noise_by_edge(self) -> Table:
         """What each layer or block makes of the noise that arrives; no rows without ``edges``."""
-        fields = ("at_output", "at_input", "with_draw", "factor", "noise_gain", "signal_gain")
-        names = ("at output", "at input", "with draws", "factor", "noise ×", "gradient ×", "bound")
-        rows = [
-            (e.name, *(getattr(e, field) or None for field in (*fields, "bound")))
-            for e in self.edges
-        ]
+        numbers = ("at_output", "at_input", "with_draw", "factor", "noise_gain", "bound")
+        rows = [(e.name, *(getattr(e, name) or None for name in numbers)) for e in self.edges]
         note = (
-            "Noise over gradient, E‖ĝ - g‖²/‖g‖², at its output, at its input through the exact "
-            "Jacobian, and with its own draws; factor: the second over the first, above 1 "
-            "amplified. What ‖·‖² of noise and gradient is multiplied by, at most ‖J‖² (bound)."
+            "E‖ĝ - g‖²/‖g‖² as it arrives at the output, at the input through the exact Jacobian, "
+            "and with draws; the second over the first; what noise is multiplied by, and ‖J‖²."
         )
-        columns = (LAYER, *(Column(name, ".3g") for name in names))
-        return Table("Dampened or amplified: noise along the depth", columns, rows, note)
+        columns = (LAYER, *(Column(name.replace("_", " "), ".3g") for name in numbers))
+        return Table("Dampened or amplified: noise over gradient", columns, rows, note)
 
 
 def measure(

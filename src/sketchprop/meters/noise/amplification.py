@@ -5,15 +5,15 @@ its own draws add (Proposition 2.2 ii):
 
     E‖ĝᵢ - gᵢ‖² = E‖J(ĝⱼ - gⱼ)‖² + E‖(Ĵ - J)ĝⱼ‖²,   E‖J(ĝⱼ - gⱼ)‖² ≤ ‖J‖² E‖ĝⱼ - gⱼ‖².
 
-All are sums over the batch. The gradient itself grows or shrinks too, so what counts is noise over
-signal: it is amplified where J makes more of the noise than of the gradient.
+The gradient grows or shrinks too, so what counts is noise over gradient.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,70 +30,34 @@ ITERATIONS = 20
 
 @dataclass(frozen=True)
 class Edge:
-    """A layer or block, from the gradient of its output to that of its input."""
+    """A layer or block, from the gradient of its output to that of its input.
+
+    Noise over gradient is E‖ĝ - g‖²/‖g‖², sums over the batch.
+    """
 
     name: str
     at_output: float
-    """E‖ĝ - g‖²/‖g‖² at its output, with all sketches that backward meets before it; 0 where there
-    is none."""
+    """With all sketches that backward meets before it."""
     at_input: float
-    """The same at its input, through its exact Jacobian."""
+    """Through its exact Jacobian."""
     with_draw: float
-    """The same with its own draws."""
+    """At its input, with its own draws."""
     signal_gain: float
     """‖Jg‖²/‖g‖² of the gradient."""
     white_gain: float
-    """‖Jε‖²/‖ε‖² of white noise ε."""
+    """‖Jε‖²/‖ε‖² of white noise."""
     bound: float
-    """‖J‖², the largest over samples: the paper's bound of what noise may grow by."""
-
-    @property
-    def noise_gain(self) -> float:
-        """E‖Jε‖²/E‖ε‖² of the noise that arrived."""
-        return self.factor * self.signal_gain
+    """‖J‖², the largest over samples."""
 
     @property
     def factor(self) -> float:
-        """Noise over signal, after over before: above 1 amplified, 0 where no noise arrived."""
+        """Noise over gradient, after over before: above 1 amplified, 0 where no noise arrived."""
         return divide(self.at_input, self.at_output)
 
     @property
-    def draw_factor(self) -> float:
-        """What its own draws multiply E‖ĝ‖² by: they are made of gradients that arrive noisy, so
-        that these factors multiply along the depth."""
-        return (1 + self.with_draw) / (1 + self.at_input)
-
-
-class _Ends:
-    """The gradients at both ends of some modules in one backward pass."""
-
-    def __init__(self, modules: dict[nn.Module, str]) -> None:
-        self.modules = modules
-        self.calls: dict[str, tuple[nn.Module, Any, Any]] = {}
-        self.counts: Counter[str] = Counter()
-        self.output: dict[str, Tensor] = {}
-        self.input: dict[str, Tensor] = {}
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        name = self.modules[module]
-        self.counts[name] += 1
-        if not (args and isinstance(args[0], Tensor) and args[0].requires_grad):
-            return None
-        # Others may read the same tensor: this view is read by the module alone.
-        edge = args[0].view_as(args[0])
-        edge.register_hook(lambda g: self.input.__setitem__(name, g.detach()))
-        self.calls[name] = (module, args, kwargs)
-        return (edge, *args[1:]), kwargs
-
-    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        name, y = self.modules[module], first_tensor(output)
-        if y.requires_grad:
-            y.register_hook(lambda g: self.output.__setitem__(name, g.detach()))
-
-
-def first_tensor(output: Any) -> Tensor:
-    found: Tensor = output[0] if isinstance(output, (tuple, list)) else output
-    return found
+    def noise_gain(self) -> float:
+        """E‖Jε‖²/E‖ε‖² of the noise that arrived: at most the bound."""
+        return self.factor * self.signal_gain
 
 
 def measure_edges(
@@ -108,57 +72,67 @@ def measure_edges(
     """What becomes of noise at each edge, in the order of forward: at the sketched layers and
     blocks, or at the modules with these ``names``, for example blocks whose layers are sketched.
 
-    Left out: modules whose input needs no gradient, as the first layer's, in which nothing is
-    sketched, or that a pass calls more than once. Costs draws × batches × edges steps, and the
-    power method on one batch.
+    Left out: modules in which nothing is sketched, or whose input needs no gradient, as the first
+    layer's. Costs draws × batches × edges steps, and the power method on one batch.
     """
     with restored(model) as buffers:
         gradients = Gradients(model, loss_fn, buffers, seed)
         known = dict(model.named_modules())
         if missing := [name for name in names if name not in known]:
             raise ValueError(f"the model has no module {missing[0]!r}; see model.named_modules()")
-        ends = _Ends({known[name]: name for name in names} or dict(gradients.switch.layers))
-        with gradients.switch.installed(), call_hooks(ends.modules, ends.before, ends.after):
-            return _measured(gradients, ends, batches, draws)
+        modules = {known[name]: name for name in names} or gradients.switch.layers
+        calls: dict[str, tuple[Any, ...]] = {}
+        seen: dict[tuple[str, str], Tensor] = {}
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not (args and isinstance(args[0], Tensor) and args[0].requires_grad):
+                return None
+            calls.setdefault(modules[module], (module, args, kwargs))
+            # Others may read the same tensor: this view is read by the module alone.
+            edge = args[0].view_as(args[0])
+            edge.register_hook(partial(seen.__setitem__, (modules[module], "input")))  # type: ignore[no-untyped-call]
+            return (edge, *args[1:]), kwargs
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            _first(output).register_hook(partial(seen.__setitem__, (modules[module], "output")))  # type: ignore[no-untyped-call]
+
+        with gradients.switch.installed(), call_hooks(modules, before, after):
+            return _measured(gradients, calls, seen, batches, draws)
 
 
 def _measured(
-    gradients: Gradients, ends: _Ends, batches: Sequence[Any], draws: int
+    gradients: Gradients,
+    calls: dict[str, tuple[Any, ...]],
+    seen: dict[tuple[str, str], Tensor],
+    batches: Sequence[Any],
+    draws: int,
 ) -> tuple[Edge, ...]:
     gradients.exact(batches[0])
-    uses = gradients.switch.uses
-    own: dict[str, tuple[int, int]] = {}
-    for name in ends.calls:
-        found = [i for i, use in enumerate(uses) if use == name or use.startswith(f"{name}.")]
-        if found and ends.counts[name] == 1 and name in ends.input:
+    gains = {name: _gains(*call) for name, call in calls.items()}
+    uses, own = gradients.switch.uses, {}
+    for name in calls:  # its first use of a sketch, and the first behind it
+        if found := [i for i, use in enumerate(uses) if f"{use}.".startswith(f"{name}.")]:
             own[name] = (found[0], found[-1] + 1)
-    gains = {name: _gains(*ends.calls[name]) for name in own}
-    sums: Counter[tuple[str, str]] = Counter()
+    sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for batch in batches:
         gradients.exact(batch)
-        exact_input, exact_output = dict(ends.input), dict(ends.output)
-        for name in own:
-            sums["input", name] += draws * squared_norms([exact_input[name]])[0]
-            sums["output", name] += draws * squared_norms([exact_output[name]])[0]
-        firsts = {first for both in own.values() for first in both}
+        exact = dict(seen)
+        for at, size in zip(exact, squared_norms(exact.values()), strict=True):
+            sums[at] += draws * size
         for draw in range(draws):
-            for first in sorted(firsts - {len(uses)}):
+            for first in {use for both in own.values() for use in both} - {len(uses)}:
                 gradients.sketched(batch, draw, first)
-                for name, (start, end) in own.items():
-                    noise = squared_distance([ends.input[name]], [exact_input[name]])
-                    if first == start:
-                        sums["with draw", name] += noise
-                    elif first == end:
-                        sums["at input", name] += noise
-                        there = squared_distance([ends.output[name]], [exact_output[name]])
-                        sums["at output", name] += there
+                for name, both in own.items():
+                    for end in ("input", "output") if first in both else ():
+                        noise = squared_distance([seen[name, end]], [exact[name, end]])
+                        sums[name, end, "drawn" if first == both[0] else "above"] += noise
     return tuple(
         Edge(
             name,
-            divide(sums["at output", name], sums["output", name]),
-            divide(sums["at input", name], sums["input", name]),
-            divide(sums["with draw", name], sums["input", name]),
-            divide(sums["input", name], sums["output", name]),
+            divide(sums[name, "output", "above"], sums[name, "output"]),
+            divide(sums[name, "input", "above"], sums[name, "input"]),
+            divide(sums[name, "input", "drawn"], sums[name, "input"]),
+            divide(sums[name, "input"], sums[name, "output"]),
             *gains[name],
         )
         for name in own
@@ -169,13 +143,17 @@ def _gains(module: nn.Module, args: Any, kwargs: Any) -> tuple[float, float]:
     """‖Jε‖²/‖ε‖² of white noise, and ‖J‖² by the power method; J is that of the exact module."""
     x = args[0].detach().requires_grad_()
     with sdpa_kernel(SDPBackend.MATH):  # the fast kernels have no second derivative
-        y = first_tensor(module.forward(x, *args[1:], **kwargs))
+        y = _first(module.forward(x, *args[1:], **kwargs))
         u = torch.randn_like(y).requires_grad_()
         (back,) = torch.autograd.grad(y, x, u, create_graph=True)
-        white = gain = float(back.detach().square().sum() / u.detach().square().sum())
-        v = back.detach()
+        v, gains = back.detach(), squared_norms([back.detach() / u.detach().norm()])
         for _ in range(ITERATIONS):
             (forth,) = torch.autograd.grad(back, u, v / v.norm(), retain_graph=True)
-            (v,) = torch.autograd.grad(y, x, forth, retain_graph=True)
-            gain = float(v.square().sum() / forth.square().sum())
-    return white, gain
+            (v,) = torch.autograd.grad(y, x, forth / forth.norm(), retain_graph=True)
+            gains += squared_norms([v])
+    return gains[0], gains[-1]
+
+
+def _first(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
