@@ -115,7 +115,17 @@ class AmplificationStudy(MeasuredStudy):
         written = picture(
             out, "amplification", 2 * len(edges), partial(_draw, edges), columns=len(edges)
         )
-        return written, {"edges": edges, "machine": stored["machine"], "sketches": SKETCHES}
+        spans = {n: {label: _spans(lines) for label, lines in f.items()} for n, f in edges.items()}
+        facts = {"spans": spans, "machine": stored["machine"], "sketches": SKETCHES}
+        return written, {"edges": edges, **facts}
+
+
+def _spans(lines: Sequence[Edge]) -> dict[str, tuple[float, float]]:
+    """The least and the most over edges at which noise arrives."""
+    noisy = [edge for edge in lines if edge.at_output] or list(lines)
+    draws = [(1 + edge.with_draw) / (1 + edge.at_input) for edge in noisy]
+    factors = [edge.factor for edge in noisy]
+    return {"draws": (min(draws), max(draws)), "factor": (min(factors), max(factors))}
 
 
 def _draw(edges: dict[str, dict[str, list[Edge]]], panels: Sequence[Any]) -> None:

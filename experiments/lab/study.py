@@ -177,8 +177,6 @@ class SweepStudy(Study):
     """Columns that the cells' training adds."""
     figures: Figures = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
-    no_claims: frozenset[str] = frozenset()
-    """Figures whose points take no part in claims."""
     sort_by: tuple[str, ...] = ()
     engine: str = "processes"
 
@@ -287,8 +285,7 @@ class SweepStudy(Study):
         """What the page's template needs."""
         rows = reading.rows
         baselines = [s for s in reading.points if s.point.method == EXACT]
-        used = [n for n in reading.figures if n not in self.no_claims]
-        points = {s.point.key: s for name in used for s in reading.figures[name]}
+        points = {s.point.key: s for s in reading.points}
         return {
             "about": self.describe(reading.sweep.protocol),
             "runs": rows,

@@ -92,14 +92,12 @@ class Figure:
     title: str
     lowest: float
     """Where the accuracy axis begins, at the latest."""
-    methods_of: str = ""
-    clip: float | None = None
     highest: float | None = 101
     """Where it ends; ``None``: a little above the results."""
 
     @property
     def methods(self) -> list[Method]:
-        return [m for m in METHODS.values() if (self.methods_of or self.name) in m.figures]
+        return [m for m in METHODS.values() if self.name in m.figures]
 
     def places(self, method: Method) -> tuple[str, ...]:
         return method.places if self.name.startswith("location") else PLACES[:1]
@@ -197,16 +195,11 @@ class Sweep:
     def points(self, figure: str) -> list[Point]:
         """All points of a figure, in the order of its series."""
         spec = self.figures[figure]
-        own = (
-            self.protocol
-            if spec.clip is None
-            else self.protocol.changed({"clip": spec.clip}, figure)
-        )
         return [
             point
             for method in spec.methods
             for place in spec.places(method)
-            for point in _series(method, place, own)
+            for point in _series(method, place, self.protocol)
         ]
 
     def select(self, names: Iterable[str], extras: bool) -> list[Point]:
