@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
 from sketchprop import zoo
@@ -18,18 +18,16 @@ from sketchprop.meters.cost.shapes import recorded_uses
 
 from ..data import cifar10
 from ..lab.checkpoints import Checkpoint
+from ..lab.machine import machine
 from ..lab.pictures import Parts, PictureFeed, split
 from ..lab.sweep import Run
-from ..lab.trainer import Recipe, Trainer, accuracy, best_device, initialised, outputs
+from ..lab.trainer import Recipe, Trainer, accuracy, initialised, outputs
 from ..methods import layer_sketch
 from .bagnet import BagNet
 from .study import SIZES, CifarCell, parse_size
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """Of the training set, by channel."""
-SECONDS_PER_FLOP = {"vit": 3.7e-11, "bagnet17": 5e-11}
-"""Of training small models on one core of the machine that made the committed results."""
-TRAINING_ROWS, TEST_ROWS = 50_000, 10_000
 
 
 @lru_cache(maxsize=2)
@@ -74,7 +72,9 @@ def trainer_of(run: Run, device: torch.device | None = None) -> Trainer:
     cell = run.cell
     assert isinstance(cell, CifarCell)
     model = sketch_model(initialised(lambda: model_of(cell), run.seed), cell)
-    device = device or best_device()
+    device = device or machine().where
+    if machine().compile:
+        model.compile()
     parts = load(cell.train_rows, cell.validation_rows, cell.test_rows)
     feed = PictureFeed(parts, MEAN, STD, cell.batch_size, run.seed, device)
     each = feed.steps_per_epoch
@@ -131,20 +131,17 @@ def layer_ranks(cell: CifarCell) -> list[float]:
     return [round(float(sketch.rank_of(shape.B, shape.n, shape.d)), 4) for shape in shapes]
 
 
-def run_seconds(cell: CifarCell, slower: float) -> float:
-    """About how long a run takes on one core; backward is two thirds of an exact step."""
-    forward = _forward_flops(cell.model, cell.size)
-    images = cell.train_rows or TRAINING_ROWS - cell.validation_rows
-    looked_at = cell.validation_rows + (cell.test_rows or TEST_ROWS)
-    each = forward * SECONDS_PER_FLOP[cell.model]
-    return each * cell.epochs * (3 * slower * images + looked_at)
+def trial_step(cell: CifarCell) -> Callable[[], None]:
+    """A step on made-up pictures."""
+    where = machine().where
+    model = sketch_model(model_of(cell), cell).to(where)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, y = torch.rand(cell.batch_size, 3, 32, 32), torch.zeros(cell.batch_size, dtype=torch.int64)
+    x, y = x.to(where), y.to(where)
 
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
 
-@lru_cache
-def _forward_flops(model: str, size: str) -> float:
-    """Of one picture."""
-    with torch.device("meta"):
-        made = model_of(CifarCell(model=model, size=size))
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            made.eval()(torch.empty(1, 3, 32, 32))
-    return float(counter.get_total_flops())
+    return step

@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from ..lab.pages import write_csv
 from ..lab.selection import PointResult
 from ..lab.store import table_path
 from ..lab.study import Reading
@@ -43,9 +41,6 @@ class IsoFlopStudy(MnistStudy):
         ]
         return replace(sweep, extras=tuple(sorted(points, key=lambda p: -p.budget)))
 
-    def summarise(self, reading: Reading) -> list[Path]:
-        return [write_csv(reading.out / "summary.csv", [_line(s, reading) for s in reading.extras])]
-
     def facts(self, reading: Reading) -> dict[str, Any]:
         return {
             "about": self.describe(reading.sweep.protocol),
@@ -67,8 +62,6 @@ def _line(s: PointResult, reading: Reading) -> dict[str, Any]:
         "least": min(losses),
         "most": max(losses),
         "test": s.mean,
-        "learning_rate_median": s.learning_rate,
-        "seeds": len(losses),
     }
 
 
