@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import sketchprop as sp
 from sketchprop import zoo
@@ -64,22 +64,12 @@ NETWORKS: dict[str, tuple[Callable[[int], nn.Module], str, float]] = {
 def problem(name: str, settings: Settings) -> Problem:
     digits = name == "MLP"
     pictures = data.mnist() if digits else data.cifar10()
+    ready = (lambda images: images.flatten(1).float().div_(255)) if digits else pixels
     return Problem(
-        name=name,
-        title=name,
-        model=partial(NETWORKS[name][0], settings.depth),
-        draw=drawer(*pictures, flat if digits else pixels),
-        loss=F.cross_entropy,
-        validation=list,
-        test=list,
-        batch_size=settings.rows,
-        inner=lambda module, name: True,
-        adam=name == "ViT",
-    )
-
-
-def flat(images: Tensor) -> Tensor:
-    return images.flatten(1).float().div_(255)
+        name=name, title=name, model=partial(NETWORKS[name][0], settings.depth),
+        draw=drawer(*pictures, ready), loss=F.cross_entropy, validation=list, test=list,
+        batch_size=settings.rows, inner=sketched, adam=name == "ViT",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,20 +102,18 @@ class AmplificationStudy(MeasuredStudy):
             name: {label: [Edge(**line) for line in lines] for label, lines in found.items()}
             for name, found in stored["edges"].items()
         }
-        written = picture(
-            out, "amplification", 2 * len(edges), partial(_draw, edges), columns=len(edges)
-        )
         spans = {n: {label: _spans(lines) for label, lines in f.items()} for n, f in edges.items()}
-        facts = {"spans": spans, "machine": stored["machine"], "sketches": SKETCHES}
-        return written, {"edges": edges, **facts}
+        facts = {"edges": edges, "spans": spans, "machine": stored["machine"]}
+        written = picture(out, "amplification", 2 * len(edges), partial(_draw, edges), columns=3)
+        return written, {**facts, "sketches": SKETCHES}
 
 
-def _spans(lines: Sequence[Edge]) -> dict[str, tuple[float, float]]:
+def _spans(lines: Sequence[Edge]) -> dict[str, list[float]]:
     """The least and the most over edges at which noise arrives."""
     noisy = [edge for edge in lines if edge.at_output] or list(lines)
-    draws = [(1 + edge.with_draw) / (1 + edge.at_input) for edge in noisy]
-    factors = [edge.factor for edge in noisy]
-    return {"draws": (min(draws), max(draws)), "factor": (min(factors), max(factors))}
+    draws = sorted((1 + edge.with_draw) / (1 + edge.at_input) for edge in noisy)
+    factors = sorted(edge.factor for edge in noisy)
+    return {"draws": [draws[0], draws[-1]], "factor": [factors[0], factors[-1]]}
 
 
 def _draw(edges: dict[str, dict[str, list[Edge]]], panels: Sequence[Any]) -> None:
@@ -138,9 +126,8 @@ def _draw(edges: dict[str, dict[str, list[Edge]]], panels: Sequence[Any]) -> Non
             above.plot(names, [e.with_draw for e in reversed(lines)], **look)
             below.plot(names, [e.noise_gain or math.nan for e in reversed(lines)], **look)
         for field, (style, label) in GAINS.items():
-            below.plot(
-                names, [getattr(e, field) for e in reversed(lines)], style, lw=1, label=label
-            )
+            gains = [getattr(e, field) for e in reversed(lines)]
+            below.plot(names, gains, style, lw=1, label=label)
         for axes, y in ((above, "noise over gradient"), (below, "‖·‖² is multiplied by")):
             axes.set_yscale("log")
             axes.tick_params("x", rotation=30)

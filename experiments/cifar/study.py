@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,8 @@ from typing import Any
 from ..lab.checkpoints import Checkpoints
 from ..lab.claims import Claim, all_layers, pairs
 from ..lab.pictures import PictureCell
-from ..lab.selection import PointResult
-from ..lab.study import Reading, SweepStudy
+from ..lab.study import SweepStudy
 from ..lab.sweep import Figure, Findings, Protocol, Run
-from ..methods import METHODS
 
 PROTOCOL_VERSION = 1
 """Part of every run's identity: to be raised when the code changes what a run would find."""
@@ -72,15 +69,14 @@ class CifarCell(PictureCell):
 
 def size_problem(model: str, size: str) -> str:
     """What is wrong with a ``size``; empty if nothing is."""
+    known, example = SIZES[model], "write names and numbers, for example 'dim=96 depth=3'"
     try:
         given = parse_size(size)
     except ValueError:
-        return f"size = {size!r}; write names and numbers, for example 'dim=96 depth=3'"
-    known = SIZES[model]
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        return f"size = {size!r}: {model} has no {', '.join(unknown)}; use {', '.join(known)}"
+        return f"size = {size!r}; {example}"
     for name, value in given.items():
+        if name not in known:
+            return f"size = {size!r}: {model} has no {name}; use {', '.join(known)}"
         if len(value) != len(known[name]):
             return f"size = {size!r}: {name} takes {len(known[name])} numbers, as in 3-4-6-3"
     return ""
@@ -102,33 +98,13 @@ class CifarStudy(SweepStudy):
         return self.name.removeprefix("cifar-") + "-"
 
     def describe(self, protocol: Protocol) -> str:
-        cell = protocol.base
-        assert isinstance(cell, CifarCell)
+        cell: Any = protocol.base
         size = f" ({cell.size})" if cell.size else ""
         images = f"{cell.train_rows or 50000 - cell.validation_rows} images"
         return (
             f"CIFAR-10, {cell.model}{size}, {images}, epochs: {cell.epochs}, batch "
             f"{cell.batch_size}, seeds: {len(protocol.seeds)}"
         )
-
-    def facts(self, reading: Reading) -> dict[str, Any]:
-        return {**super().facts(reading), "ranking": ranking(reading.points)}
-
-
-def ranking(results: Sequence[PointResult]) -> list[list[str]]:
-    """The methods by their mean over the budgets, best first, and how far they are from exact."""
-    exact = [s.mean for s in results if not s.point.cell.sketch]
-    series: dict[str, list[float]] = {}
-    for s in results:
-        if s.point.cell.sketch:
-            series.setdefault(METHODS[s.point.method].label, []).append(s.mean)
-    count = max(map(len, series.values()), default=0)
-    whole = {name: [*v, statistics.mean(v)] for name, v in series.items() if len(v) == count}
-    return [
-        [name, *(f"{v:.1f}" for v in values), f"{values[-1] - exact[0]:+.1f}"]
-        for name, values in sorted(whole.items(), key=lambda pair: -pair[1][-1])
-        if exact
-    ]
 
 
 _SKETCHES = all_layers("ds", "l1", "gsv", "rcs")

@@ -108,10 +108,7 @@ def missing_jobs(
 def execute(job: Job) -> list[Row]:
     """Trains a stack; the rows to be stored. This is what a worker runs."""
     with job.machine.used():
-        return _rows(job, job.runs[0].cell.train(job.runs, job.checkpoints))
-
-
-def _rows(job: Job, found: Sequence[Findings]) -> list[Row]:
+        found = job.runs[0].cell.train(job.runs, job.checkpoints)
     return [_row(run, values) for run, values in zip(job.runs, found, strict=True)]
 
 

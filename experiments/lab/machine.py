@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from . import ExperimentError
 
@@ -51,15 +53,10 @@ def machine() -> Machine:
     return _USED.get()
 
 
-def seconds_of(step: Callable[[], None], least: float = 0.3) -> float:
-    """Of one step, over a moment; the first, which allocates and compiles, is left out."""
-    gpu = machine().where.type == "cuda"
-    clock = time.perf_counter if gpu else time.thread_time  # others may have the cores
-    count, began = -1, 0.0
-    while count < 1 or clock() - began < least:
-        step()
-        if gpu:
-            torch.cuda.synchronize()
-        count += 1
-        began = began if count else clock()
-    return (clock() - began) / count
+def seconds_of(step: Callable[[], None]) -> float:
+    """Of one step, the median over a moment; the first, which allocates and compiles, left out."""
+    step()
+    # torch's clock waits for a GPU; on a CPU others may have the cores.
+    own: Any = {} if machine().gpus else {"timer": time.thread_time}
+    timer = Timer("step()", globals={"step": step}, **own)
+    return timer.blocked_autorange(min_run_time=0.3).median

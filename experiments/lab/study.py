@@ -184,7 +184,6 @@ class SweepStudy(Study):
     decides: float = 0.0
     """What exact training has to reach before it can speak against a claim of the paper."""
     sort_by: tuple[str, ...] = ()
-    engine: str = "processes"
 
     @cached_property
     def schema(self) -> Schema:
@@ -201,12 +200,8 @@ class SweepStudy(Study):
             told = "which figure to train and draw; the page is made with all of them"
             add("--figure", default="all", choices=(*self.figures, "all"), help=told)
         add("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: in this one")
-        add("--engine", default=self.engine, choices=sorted(ENGINES), help="ray: a Ray cluster")
-        add(
-            "--device",
-            default="",
-            help="cpu or cuda, a process for each GPU (a GPU if there is one)",
-        )
+        add("--engine", default="processes", choices=sorted(ENGINES), help="ray: a Ray cluster")
+        add("--device", default="", help="cpu, or cuda: a process for each (a GPU if there is one)")
         add("--tf32", action="store_true", help="on a GPU: products in TensorFloat-32")
         add("--compile", action="store_true", help="torch.compile the steps")
         told = "only say how much there is to do, by a moment of steps of each method"
@@ -236,7 +231,6 @@ class SweepStudy(Study):
                 missing = partial(missing_jobs, points, machine=machine)
                 run_sweep(missing, store, ENGINES[options.engine], options.workers, report)
                 write_table(store.rows(), out, self.schema)
-            self.measure(sweep, points, out)
         reading = Reading(sweep, tuple(names), read_rows(out, self.schema), out)
         written = self.draw(reading)
         if set(names) != set(sweep.figures):
@@ -253,15 +247,11 @@ class SweepStudy(Study):
         seconds = planned_seconds([*jobs, *(Job((run,)) for run in later)], machine)
         runs, workers = sum(len(job.runs) for job in jobs), machine.gpus or max(1, workers)
         more = f", {len(later)} more when their learning rate is chosen" if later else ""
-        unit = f"{'GPU' if machine.gpus else 'core'}-hours"
         return (
             f"{runs} runs in {len(jobs)} stacks are missing{more}: about {seconds / 3600:.2f} "
-            f"{unit}, {seconds / 3600 / workers:.2f} hours with --workers {workers}, "
+            f"{'GPU' if machine.gpus else 'core'}-hours, {seconds / 3600 / workers:.2f} hours with --workers {workers}, "
             "before widened grids\n"
         )
-
-    def measure(self, sweep: Sweep, points: Sequence[Point], out: Path) -> None:
-        """What the page needs beside the runs."""
 
     def describe(self, protocol: Protocol) -> str:
         """How it was trained, in a line."""

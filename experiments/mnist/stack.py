@@ -173,8 +173,7 @@ def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Trains replicas of one cell together; what was found for each, in the same order. A rate
     that halving leaves behind ends there."""
     began = time.perf_counter()
-    cell = runs[0].cell
-    assert isinstance(cell, MnistCell)
+    cell: Any = runs[0].cell
     if any(run.cell != cell for run in runs):
         raise ValueError("replicas of one stack may differ in learning rate and seed only")
     whole = load(cell.train_rows, cell.validation_rows, cell.test_rows, cell.pixels)
@@ -248,11 +247,10 @@ def _epoch(stack: Stack, part: data.Labelled, orders: dict[int, torch.Generator]
 
 def trial_step(runs: Sequence[Run]) -> Callable[[], None]:
     """A step on made-up digits."""
-    cell: Any = runs[0].cell
-    stack = Stack(cell, runs)
-    x = torch.rand(len(runs), cell.batch_size, cell.widths[0]).to(stack.device)
-    labels = torch.zeros(len(runs), cell.batch_size, dtype=torch.int64).to(stack.device)
-    return partial(stack.step, x, labels)
+    stack = Stack(runs[0].cell, runs)  # type: ignore[arg-type]
+    shape = (len(runs), stack.cell.batch_size)
+    x = torch.rand(*shape, stack.cell.widths[0]).to(stack.device)
+    return partial(stack.step, x, torch.zeros(shape, dtype=torch.int64).to(stack.device))
 
 
 class FullLength(Sketch):

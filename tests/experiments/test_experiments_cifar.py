@@ -16,14 +16,12 @@ import sketchprop as sp
 from experiments import data
 from experiments.__main__ import main
 from experiments.cifar import model as cifar
-from experiments.cifar import study as cifar_study
 from experiments.cifar.bagnet import BagNet
 from experiments.cifar.study import STUDIES
 from experiments.lab import ExperimentError
 from experiments.lab.engine import Job
-from experiments.lab.selection import PointResult, SeedResult
 from experiments.lab.store import DATABASE, read_rows
-from experiments.lab.sweep import Point, planned_runs
+from experiments.lab.sweep import planned_runs
 from experiments.methods import METHODS
 from sketchprop.core.vjp import Vjp
 from sketchprop.layers import SketchedModule
@@ -151,24 +149,6 @@ def test_smoke_makes_the_figure_from_nothing(tmp_path, capsys, model, small_data
     (out / DATABASE).unlink()
     assert main([*command, "--stored"]) == 0
     assert (out / "README.md").read_text() == page
-
-
-def test_the_order_is_by_the_mean_over_budgets():
-    protocol = changed(VIT.protocol, seeds=tuple(range(5)), budgets=(0.1, 0.5))
-
-    def line(name, gains, budgets=(0.1, 0.5)):
-        for budget in budgets:
-            seeds = {s: SeedResult(30 + s + g, 0, 0, 0.1, 1, 0, False) for s, g in enumerate(gains)}
-            yield PointResult(Point(name, "all", budget, protocol), seeds, (), 5, 0)
-
-    found = [*line("exact", [10] * 5, (1.0,)), *line("l1", [0, 0, 0, 0, 0.5])]
-    found += [*line("rcs", [2, 2, 1.5, 2, 1.5]), *line("ds", [1, -1, 1, -1, 1])]
-    assert cifar_study.ranking(found) == [
-        ["RCS", "33.8", "33.8", "33.8", "-8.2"],
-        ["DS", "32.2", "32.2", "32.2", "-9.8"],
-        ["ℓ1", "32.1", "32.1", "32.1", "-9.9"],
-    ]
-    assert cifar_study.ranking(found[1:]) == []  # nothing to compare with
 
 
 TINY = """
