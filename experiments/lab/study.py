@@ -249,8 +249,8 @@ class SweepStudy(Study):
         more = f", {len(later)} more when their learning rate is chosen" if later else ""
         return (
             f"{runs} runs in {len(jobs)} stacks are missing{more}: about {seconds / 3600:.2f} "
-            f"{'GPU' if machine.gpus else 'core'}-hours, {seconds / 3600 / workers:.2f} hours with --workers {workers}, "
-            "before widened grids\n"
+            f"{'GPU' if machine.gpus else 'core'}-hours, {seconds / 3600 / workers:.2f} hours "
+            f"with --workers {workers}, before widened grids\n"
         )
 
     def describe(self, protocol: Protocol) -> str:
