@@ -59,6 +59,7 @@ def _line(s: PointResult, reading: Reading) -> dict[str, Any]:
         "budget": s.point.budget,
         "epochs": rows[0]["epochs"],
         "train_loss": statistics.mean(losses),
+        "lowest": statistics.mean(min(filter(None, row["loss_curve"])) for row in rows),
         "least": min(losses),
         "most": max(losses),
         "test": s.mean,
