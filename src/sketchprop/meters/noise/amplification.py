@@ -10,6 +10,7 @@ The gradient grows or shrinks too, so what counts is noise over gradient.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Edge:
     white_gain: float
     """‖Jε‖²/‖ε‖² of white noise."""
     bound: float
-    """‖J‖², the largest over samples."""
+    """‖J‖², the largest over samples; NaN where the module has no second derivative."""
 
     @property
     def factor(self) -> float:
@@ -108,11 +109,11 @@ def _measured(
     draws: int,
 ) -> tuple[Edge, ...]:
     gradients.exact(batches[0])
-    gains = {name: _gains(*call) for name, call in calls.items()}
     uses, own = gradients.switch.uses, {}
     for name in calls:  # its first use of a sketch, and the first behind it
         if found := [i for i, use in enumerate(uses) if f"{use}.".startswith(f"{name}.")]:
             own[name] = (found[0], found[-1] + 1)
+    gains = {name: _gains(*calls[name]) for name in own}
     sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for batch in batches:
         gradients.exact(batch)
@@ -147,10 +148,13 @@ def _gains(module: nn.Module, args: Any, kwargs: Any) -> tuple[float, float]:
         u = torch.randn_like(y).requires_grad_()
         (back,) = torch.autograd.grad(y, x, u, create_graph=True)
         v, gains = back.detach(), squared_norms([back.detach() / u.detach().norm()])
-        for _ in range(ITERATIONS):
-            (forth,) = torch.autograd.grad(back, u, v / v.norm(), retain_graph=True)
-            (v,) = torch.autograd.grad(y, x, forth / forth.norm(), retain_graph=True)
-            gains += squared_norms([v])
+        try:
+            for _ in range(ITERATIONS):
+                (forth,) = torch.autograd.grad(back, u, v / v.norm(), retain_graph=True)
+                (v,) = torch.autograd.grad(y, x, forth / forth.norm(), retain_graph=True)
+                gains += squared_norms([v])
+        except RuntimeError:  # a function that can be differentiated once
+            gains.append(math.nan)
     return gains[0], gains[-1]
 
 
