@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .advise.study import ADVISE
+from .amplification.study import AMPLIFICATION
 from .cifar.study import STUDIES
 from .depth.study import DEPTH
 from .iso_flop.study import ISO_FLOP
@@ -15,7 +16,7 @@ from .mnist.study import MNIST
 from .noise.study import NOISE
 from .pay.study import PAY
 
-COMMANDS = (MNIST, ISO_FLOP, NOISE, DEPTH, ADVISE, PAY)
+COMMANDS = (MNIST, ISO_FLOP, AMPLIFICATION, NOISE, DEPTH, ADVISE, PAY)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

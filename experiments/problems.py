@@ -29,22 +29,18 @@ def hidden(module: nn.Module, name: str) -> bool:
     return getattr(module, "out_features", 0) != 10
 
 
-class Endless:
+def endless() -> Iterator[Batch]:
     """Batches of 128 digits, as ``sketchprop measure`` takes them."""
-
-    def __init__(self) -> None:
-        images, self.labels = data.mnist()
-        self.rows = data.normalised(images)
-
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
-            chosen = torch.randint(len(self.labels), (128,))
-            yield self.rows[chosen], self.labels[chosen]
+    images, labels = data.mnist()
+    rows = data.normalised(images)
+    while True:
+        chosen = torch.randint(len(labels), (128,))
+        yield rows[chosen], labels[chosen]
 
 
-def mnist_mlp() -> tuple[nn.Module, Callable[[nn.Module, Batch], Tensor], Endless]:
+def mnist_mlp() -> tuple[nn.Module, Callable[[nn.Module, Batch], Tensor], Iterator[Batch]]:
     """The paper's MLP: ``sketchprop measure --model experiments.problems:mnist_mlp``."""
-    return mlp(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), Endless()
+    return mlp(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), endless()
 
 
 def drawer(x: Tensor, y: Tensor, ready: Callable[[Tensor], Tensor]) -> Callable[..., Batch]:

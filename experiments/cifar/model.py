@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
 from sketchprop import zoo
@@ -18,18 +17,16 @@ from sketchprop.meters.cost.shapes import recorded_uses
 
 from ..data import cifar10
 from ..lab.checkpoints import Checkpoint
+from ..lab.machine import machine
 from ..lab.pictures import Parts, PictureFeed, split
 from ..lab.sweep import Run
-from ..lab.trainer import Recipe, Trainer, accuracy, best_device, initialised, outputs
+from ..lab.trainer import Recipe, Trainer, accuracy, initialised, outputs
 from ..methods import layer_sketch
 from .bagnet import BagNet
 from .study import SIZES, CifarCell, parse_size
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """Of the training set, by channel."""
-SECONDS_PER_FLOP = {"vit": 3.7e-11, "bagnet17": 5e-11}
-"""Of training small models on one core of the machine that made the committed results."""
-TRAINING_ROWS, TEST_ROWS = 50_000, 10_000
 
 
 @lru_cache(maxsize=2)
@@ -71,10 +68,11 @@ def sketch_model(model: nn.Module, cell: CifarCell) -> nn.Module:
 
 def trainer_of(run: Run, device: torch.device | None = None) -> Trainer:
     """One run from its seed, evaluated after each epoch."""
-    cell = run.cell
-    assert isinstance(cell, CifarCell)
+    cell: Any = run.cell
     model = sketch_model(initialised(lambda: model_of(cell), run.seed), cell)
-    device = device or best_device()
+    device = device or machine().where
+    if machine().compile:
+        model.compile()
     parts = load(cell.train_rows, cell.validation_rows, cell.test_rows)
     feed = PictureFeed(parts, MEAN, STD, cell.batch_size, run.seed, device)
     each = feed.steps_per_epoch
@@ -99,11 +97,10 @@ def trainer_of(run: Run, device: torch.device | None = None) -> Trainer:
 
 def train_run(run: Run, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
     """One run from its seed to its curves."""
-    cell, trainer = run.cell, trainer_of(run)
-    assert isinstance(cell, CifarCell)
+    trainer, cell = trainer_of(run), run.cell
     return {
         **trainer.train(checkpoint),
-        "ranks": layer_ranks(cell),
+        "ranks": layer_ranks(cell),  # type: ignore[arg-type]
         "steps_per_epoch": trainer.marks[0],
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
     }
@@ -131,20 +128,8 @@ def layer_ranks(cell: CifarCell) -> list[float]:
     return [round(float(sketch.rank_of(shape.B, shape.n, shape.d)), 4) for shape in shapes]
 
 
-def run_seconds(cell: CifarCell, slower: float) -> float:
-    """About how long a run takes on one core; backward is two thirds of an exact step."""
-    forward = _forward_flops(cell.model, cell.size)
-    images = cell.train_rows or TRAINING_ROWS - cell.validation_rows
-    looked_at = cell.validation_rows + (cell.test_rows or TEST_ROWS)
-    each = forward * SECONDS_PER_FLOP[cell.model]
-    return each * cell.epochs * (3 * slower * images + looked_at)
-
-
-@lru_cache
-def _forward_flops(model: str, size: str) -> float:
-    """Of one picture."""
-    with torch.device("meta"):
-        made = model_of(CifarCell(model=model, size=size))
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            made.eval()(torch.empty(1, 3, 32, 32))
-    return float(counter.get_total_flops())
+def trial_step(cell: CifarCell) -> Callable[[], None]:
+    """Forward and backward of made-up pictures."""
+    model = sketch_model(model_of(cell), cell).to(machine().where)
+    x = torch.rand(cell.batch_size, 3, 32, 32).to(machine().where)
+    return lambda: model(x).square().mean().backward()

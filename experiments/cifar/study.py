@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..lab.checkpoints import Checkpoints
-from ..lab.claims import CONFIRMED, Claim, Comparison, all_layers, check, pairs
+from ..lab.claims import Claim, all_layers, pairs
 from ..lab.pictures import PictureCell
-from ..lab.selection import PointResult
-from ..lab.store import Row
-from ..lab.study import Reading, SweepStudy
+from ..lab.study import SweepStudy
 from ..lab.sweep import Figure, Findings, Protocol, Run
-from ..methods import METHODS
 
 PROTOCOL_VERSION = 1
 """Part of every run's identity: to be raised when the code changes what a run would find."""
@@ -24,13 +20,11 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "vit": {"patch": (4,), "dim": (192,), "depth": (9,), "heads": (12,), "hidden": (1024,)},
 }
 """The paper's models; ``size`` in a TOML file makes them smaller, for example "dim=96 depth=3"."""
-SLOWER = {"": 1.0, "GradientSVD": 1.5, "RankConstrained": 1.8, "ElementMask": 1.4}
-"""Time of a step with a sketch over that of an exact one; the others take ``ALIKE``."""
-ALIKE = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class CifarCell(PictureCell):
+    ROWS = (50_000, 10_000)
     clip: float = 0.0
     model: str = "vit"
     size: str = ""
@@ -60,10 +54,10 @@ class CifarCell(PictureCell):
             train_run(run, checkpoints.of(run.identity) if checkpoints else None) for run in runs
         ]
 
-    def cost(self, runs: int) -> float:
-        from .model import run_seconds
+    def trial(self, runs: Sequence[Run]) -> Callable[[], None]:
+        from .model import trial_step
 
-        return runs * run_seconds(self, SLOWER.get(self.sketch.partition("(")[0], ALIKE))
+        return trial_step(self)
 
     def problem(self) -> str:
         if self.model not in SIZES:
@@ -75,15 +69,14 @@ class CifarCell(PictureCell):
 
 def size_problem(model: str, size: str) -> str:
     """What is wrong with a ``size``; empty if nothing is."""
+    known, example = SIZES[model], "write names and numbers, for example 'dim=96 depth=3'"
     try:
         given = parse_size(size)
     except ValueError:
-        return f"size = {size!r}; write names and numbers, for example 'dim=96 depth=3'"
-    known = SIZES[model]
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        return f"size = {size!r}: {model} has no {', '.join(unknown)}; use {', '.join(known)}"
+        return f"size = {size!r}; {example}"
     for name, value in given.items():
+        if name not in known:
+            return f"size = {size!r}: {model} has no {name}; use {', '.join(known)}"
         if len(value) != len(known[name]):
             return f"size = {size!r}: {name} takes {len(known[name])} numbers, as in 3-4-6-3"
     return ""
@@ -105,76 +98,13 @@ class CifarStudy(SweepStudy):
         return self.name.removeprefix("cifar-") + "-"
 
     def describe(self, protocol: Protocol) -> str:
-        cell = protocol.base
-        assert isinstance(cell, CifarCell)
+        cell: Any = protocol.base
         size = f" ({cell.size})" if cell.size else ""
         images = f"{cell.train_rows or 50000 - cell.validation_rows} images"
         return (
             f"CIFAR-10, {cell.model}{size}, {images}, epochs: {cell.epochs}, batch "
             f"{cell.batch_size}, seeds: {len(protocol.seeds)}"
         )
-
-    def facts(self, reading: Reading) -> dict[str, Any]:
-        costs = step_costs(reading.points, reading.rows)
-        return {**super().facts(reading), "ranking": ranking(reading.points), "costs": costs}
-
-
-def ranking(results: Sequence[PointResult]) -> dict[str, Any] | None:
-    """The methods by their mean over the budgets, best first, and how far to trust it."""
-    exact = next((s for s in results if not s.point.cell.sketch), None)
-    points = {s.point.key: s for s in results if s is not exact}
-    budgets = sorted({budget for _, _, budget in points})
-    series = dict.fromkeys(key[:2] for key in points)
-    whole = [own for own in series if all((*own, budget) in points for budget in budgets)]
-    if exact is None or not whole:
-        return None
-    means = {own: [points[*own, budget].mean for budget in budgets] for own in whole}
-    order = sorted(whole, key=lambda own: -statistics.mean(means[own]))
-    lines = []
-    for own in order:
-        below = [
-            METHODS[other[0]].label
-            for other in order
-            if (outcome := check(Comparison(own, other), points)) and outcome.verdict == CONFIRMED
-        ]
-        mean = statistics.mean(means[own])
-        values = [*(f"{value:.1f}" for value in means[own]), f"{mean:.1f}"]
-        lines.append(
-            [METHODS[own[0]].label, *values, f"{mean - exact.mean:+.1f}", ", ".join(below)]
-        )
-    cell = exact.point.cell
-    assert isinstance(cell, CifarCell)
-    seeds, share, count = len(exact.seeds), exact.mean / 100, cell.test_rows or 10000
-    error = 100 * (share * (1 - share) / (count * seeds)) ** 0.5
-    return {"lines": lines, "exact": exact.mean, "budgets": budgets, "seeds": seeds,
-            "count": count, "error": error, "line_error": error / len(budgets) ** 0.5}  # fmt: skip
-
-
-def step_costs(results: Sequence[PointResult], rows: Sequence[Row]) -> list[list[str]]:
-    """FLOPs and time of a step for each point, over those of exact training."""
-    by_cell: dict[str, list[Row]] = {}
-    for row in rows:
-        by_cell.setdefault(row["cell"], []).append(row)
-    costs = {s.point.cell: _cost(by_cell[s.point.cell.identity]) for s in results}
-    exact = next((costs[s.point.cell] for s in results if not s.point.cell.sketch), None)
-    if exact is None:
-        return []
-    lines = []
-    for s in results:
-        flops, seconds = costs[s.point.cell]
-        line = [METHODS[s.point.method].label, f"{s.point.budget:g}", f"{flops / 1e9:.3f}"]
-        line += [f"{flops / exact[0]:.2f}", f"{seconds:.4f}", f"{seconds / exact[1]:.2f}"]
-        lines.append(line)
-    return lines
-
-
-def _cost(rows: Sequence[Row]) -> tuple[float, float]:
-    """FLOPs and seconds of one step; of runs that came to their end where there are any."""
-    whole = [row for row in rows if not row["diverged_epoch"]] or list(rows)
-    seconds = [
-        sum(row["seconds_curve"]) / max(1, row["steps_per_epoch"] * row["epochs"]) for row in whole
-    ]
-    return statistics.median(row["flops_step"] for row in whole), statistics.median(seconds)
 
 
 _SKETCHES = all_layers("ds", "l1", "gsv", "rcs")
@@ -225,6 +155,8 @@ def _study(name: str, model: str, cell: CifarCell) -> CifarStudy:
         findings=FINDINGS,
         figures={"cifar": Figure("cifar", f"Sketches in {model}", 100, highest=None)},
         claims=CLAIMS,
+        reference=90.17,
+        decides=60.0,
         sort_by=("model", "size", "epochs"),
     )
 

@@ -16,6 +16,8 @@ from ..methods import METHODS
 from .selection import PointResult
 
 LEVEL = 0.05
+STUDENT = (12.71, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""The t of a two-sided level of 5 %, for two seeds and more."""
 CONFIRMED, NOT_CONFIRMED, UNDECIDED = "confirmed", "not confirmed", "undecided"
 
 Series = tuple[str, str]
@@ -56,6 +58,12 @@ class Outcome:
     p_above: float
     p_below: float
     seeds: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of 95 %, by Student's t over seeds."""
+        reach = STUDENT[min(self.seeds, len(STUDENT) + 1) - 2] * self.error
+        return self.difference - reach, self.difference + reach
 
     @property
     def verdict(self) -> str:

@@ -27,6 +27,7 @@ from sketchprop.core.allocator import keep_pages
 
 from . import ExperimentError
 from .checkpoints import FOLDER, Checkpoints
+from .machine import HERE, Machine
 from .store import Row, Store
 from .sweep import Findings, Point, Run, planned_runs
 
@@ -43,11 +44,12 @@ class Job:
 
     runs: tuple[Run, ...]
     checkpoints: Checkpoints | None = None
+    machine: Machine = HERE
 
     @property
     def cost(self) -> float:
-        """About how many seconds it takes on one core of a laptop."""
-        return self.runs[0].cell.cost(len(self.runs))
+        """Steps of all runs: what is left of a sweep is told by it."""
+        return sum(steps * count for steps, count in self.runs[0].cell.stretches(len(self.runs)))
 
 
 def run_sweep(
@@ -84,7 +86,10 @@ def run_sweep(
 
 
 def missing_jobs(
-    points: Sequence[Point], rows: Sequence[Row], checkpoints: Path | None = None
+    points: Sequence[Point],
+    rows: Sequence[Row],
+    checkpoints: Path | None = None,
+    machine: Machine = HERE,
 ) -> list[Job]:
     """Stacks of the runs that are not stored, widened grids included; the longest first, but where
     learning rates are halved in the order of the figures, and whole seeds in each."""
@@ -95,16 +100,15 @@ def missing_jobs(
         size, every = point.protocol.stack, point.protocol.checkpoint_seconds
         size -= size % point.cell.together
         kept = None if checkpoints is None else Checkpoints(checkpoints, every)
-        jobs += [Job(tuple(missing[i : i + size]), kept) for i in range(0, len(missing), size)]
+        stacks = (tuple(missing[i : i + size]) for i in range(0, len(missing), size))
+        jobs += [Job(runs, kept, machine) for runs in stacks]
     return sorted(jobs, key=lambda job: -job.cost if job.runs[0].cell.together == 1 else 0.0)
 
 
 def execute(job: Job) -> list[Row]:
     """Trains a stack; the rows to be stored. This is what a worker runs."""
-    return _rows(job, job.runs[0].cell.train(job.runs, job.checkpoints))
-
-
-def _rows(job: Job, found: Sequence[Findings]) -> list[Row]:
+    with job.machine.used():
+        found = job.runs[0].cell.train(job.runs, job.checkpoints)
     return [_row(run, values) for run, values in zip(job.runs, found, strict=True)]
 
 
@@ -134,15 +138,18 @@ def _row(run: Run, found: Findings) -> Row:
 
 
 def in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
-    """On the cores of this machine; ``workers=0``: in this process."""
+    """On the cores of this machine, or a process for each GPU; ``workers=0``: in this process."""
     if workers == 0:
         with one_thread():
             for job in jobs:
                 yield job, execute(job)
         return
     context = multiprocessing.get_context("spawn")
+    gpus, numbers = jobs[0].machine.gpus, context.SimpleQueue()
+    for number in range(gpus):
+        numbers.put(number)
     pool = concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(jobs)), context, _start_worker, (os.getpid(),)
+        min(gpus or workers, len(jobs)), context, _start_worker, (os.getpid(), gpus, numbers)
     )
     try:
         waiting = {pool.submit(execute, job): job for job in jobs}
@@ -178,7 +185,8 @@ def in_ray(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
             configure_logging=False,
         )
     try:
-        remote = ray.remote(num_cpus=1, max_retries=2)(_execute_alone)
+        gpus = min(1, jobs[0].machine.gpus)
+        remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=2)(_execute_alone)
         waiting = {remote.remote(job): job for job in jobs}
         while waiting:
             ready, _ = ray.wait(list(waiting), num_returns=1)
@@ -208,8 +216,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _start_worker(parent: int) -> None:
+def _start_worker(parent: int, gpus: int, numbers: Any) -> None:
     torch.set_num_threads(1)
+    if gpus:
+        torch.cuda.set_device(numbers.get())
     keep_pages()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends the workers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,19 @@ class PictureCell(Cell):
     train_rows: int = 0
     validation_rows: int = 5000
     test_rows: int = 0
+
+    ROWS: ClassVar[tuple[int, int]]
+    """Of the training and the test set."""
+
+    @property
+    def epoch_steps(self) -> float:
+        """Steps of an epoch; to look at what is kept apart takes a third of training on it."""
+        train, test = self.ROWS
+        rows = self.train_rows or train - self.validation_rows
+        return (rows + (self.validation_rows + (self.test_rows or test)) / 3) / self.batch_size
+
+    def stretches(self, runs: int) -> list[tuple[float, int]]:
+        return [(self.epochs * self.epoch_steps, 1)] * runs
 
     def problem(self) -> str:
         if min(self.epochs, self.batch_size, self.validation_rows) < 1:

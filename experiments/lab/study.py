@@ -20,9 +20,10 @@ from sketchprop.core.allocator import keep_pages
 from ..methods import EXACT
 from . import ExperimentError, claims
 from .claims import Claim
-from .engine import ENGINES, missing_jobs, progress_lines, run_sweep
+from .engine import ENGINES, Job, missing_jobs, one_thread, progress_lines, run_sweep
 from .figures import draw_figure, order
-from .pages import write_csv, write_page
+from .machine import Machine, seconds_of
+from .pages import write_page
 from .selection import PointResult, Results
 from .store import DATABASE, Row, Schema, Store, read_rows, table_path, write_table
 from .sweep import (
@@ -30,6 +31,7 @@ from .sweep import (
     Figures,
     Point,
     Protocol,
+    Run,
     Sweep,
     checked,
     make_sweep,
@@ -177,10 +179,11 @@ class SweepStudy(Study):
     """Columns that the cells' training adds."""
     figures: Figures = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
-    no_claims: frozenset[str] = frozenset()
-    """Figures whose points take no part in claims."""
+    reference: float = 0.0
+    """What the paper's exact training reaches, in percent."""
+    decides: float = 0.0
+    """What exact training has to reach before it can speak against a claim of the paper."""
     sort_by: tuple[str, ...] = ()
-    engine: str = "processes"
 
     @cached_property
     def schema(self) -> Schema:
@@ -194,28 +197,20 @@ class SweepStudy(Study):
         super().add_options(parser)
         add = parser.add_argument
         if self.figures:
-            told = "which figure to train and draw; page and summary are made with all of them"
-            add("--figure", default="all", choices=self.figure_names, help=told)
+            told = "which figure to train and draw; the page is made with all of them"
+            add("--figure", default="all", choices=(*self.figures, "all"), help=told)
         add("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: in this one")
-        add("--engine", default=self.engine, choices=sorted(ENGINES), help="ray: a Ray cluster")
-        add("--plan", action="store_true", help="only say how much there is to do")
-
-    @property
-    def figure_names(self) -> tuple[str, ...]:
-        return (*self.figures, "all")
-
-    def figures_asked(self, options: argparse.Namespace) -> list[str]:
-        """One, all, or all of a kind: ``location`` is three panels."""
-        name = getattr(options, "figure", "all")
-        if name in self.figures:
-            return [name]
-        return [each for each in self.figures if name == "all" or each.startswith(f"{name}-")]
+        add("--engine", default="processes", choices=sorted(ENGINES), help="ray: a Ray cluster")
+        add("--device", default="", help="cpu, or cuda: a process for each (a GPU if there is one)")
+        add("--tf32", action="store_true", help="on a GPU: products in TensorFloat-32")
+        add("--compile", action="store_true", help="torch.compile the steps")
+        told = "only say how much there is to do, by a moment of steps of each method"
+        add("--plan", action="store_true", help=told)
 
     def select(self, sweep: Sweep, options: argparse.Namespace) -> tuple[list[str], list[Point]]:
         """The figures to be drawn, and the points to be trained."""
-        asked = self.figures_asked(options)
-        names = [name for name in asked if name in sweep.figures]
-        extras = getattr(options, "figure", "all") == "all"
+        asked = getattr(options, "figure", "all")
+        names, extras = [n for n in sweep.figures if asked in (n, "all")], asked == "all"
         if not names and not (extras and sweep.extras):
             raise ExperimentError(f"{options.preset} makes {', '.join(sweep.figures)}, not {asked}")
         return names, sweep.select(names, extras)
@@ -225,44 +220,38 @@ class SweepStudy(Study):
         sweep = self.load(options.preset)
         out = self.out_folder(options, sweep.name)
         names, points = self.select(sweep, options)
+        machine = Machine(options.device, options.tf32, options.compile)
         if options.plan:
-            sys.stdout.write(self.plan(points, out, options.workers))
+            sys.stdout.write(self.plan(points, out, options.workers, machine))
             return 0
         if not options.stored:
             keep_pages()
             report = None if options.quiet else progress_lines()
             with Store(out, self.schema) as store:
-                missing = partial(missing_jobs, points)
+                missing = partial(missing_jobs, points, machine=machine)
                 run_sweep(missing, store, ENGINES[options.engine], options.workers, report)
                 write_table(store.rows(), out, self.schema)
-            self.measure(sweep, points, out)
         reading = Reading(sweep, tuple(names), read_rows(out, self.schema), out)
         written = self.draw(reading)
         if set(names) != set(sweep.figures):
             return self.say(written)
-        written += self.summarise(reading)
         facts = {"sweep": sweep, "protocol": sweep.protocol, "cell": sweep.protocol.base}
         return self.finish(written, out, {**facts, **self.facts(reading)})
 
-    def plan(self, points: Sequence[Point], out: Path, workers: int) -> str:
+    def plan(self, points: Sequence[Point], out: Path, workers: int, machine: Machine) -> str:
         stored = (out / DATABASE).is_file() or table_path(out).is_file()
         rows = read_rows(out, self.schema) if stored else []
-        jobs = missing_jobs(points, rows)
-        runs, seconds = sum(len(job.runs) for job in jobs), sum(job.cost for job in jobs)
+        jobs = missing_jobs(points, rows, machine=machine)
         scores = {row["run"]: row["validation_accuracy"] for row in rows}
-        waiting = [(p.cell, len(waiting_seeds(p, scores))) for p in points]
-        later = sum(count for _, count in waiting)
-        seconds += sum(cell.cost(count) for cell, count in waiting if count)
-        more = f", {later} more when their learning rate is chosen" if later else ""
-        workers = max(1, workers)
+        later = [Run(p.cell, 0, seed) for p in points for seed in waiting_seeds(p, scores)]
+        seconds = planned_seconds([*jobs, *(Job((run,)) for run in later)], machine)
+        runs, workers = sum(len(job.runs) for job in jobs), machine.gpus or max(1, workers)
+        more = f", {len(later)} more when their learning rate is chosen" if later else ""
         return (
             f"{runs} runs in {len(jobs)} stacks are missing{more}: about {seconds / 3600:.2f} "
-            f"core-hours, {seconds / 3600 / workers:.2f} hours with --workers {workers}, "
-            "before widened grids\n"
+            f"{'GPU' if machine.gpus else 'core'}-hours, {seconds / 3600 / workers:.2f} hours "
+            f"with --workers {workers}, before widened grids\n"
         )
-
-    def measure(self, sweep: Sweep, points: Sequence[Point], out: Path) -> None:
-        """What the page needs beside the runs."""
 
     def describe(self, protocol: Protocol) -> str:
         """How it was trained, in a line."""
@@ -277,18 +266,12 @@ class SweepStudy(Study):
             written += draw_figure(figure, results, text, reading.out)
         return written
 
-    def summarise(self, reading: Reading) -> list[Path]:
-        """The table of points."""
-        every = {s.point.cell: s for s in (*reading.points, *reading.extras)}
-        lines = [_point_line(s) for s in sorted(every.values(), key=_point_order)]
-        return [write_csv(reading.out / "summary.csv", lines, short=False)]
-
     def facts(self, reading: Reading) -> dict[str, Any]:
         """What the page's template needs."""
         rows = reading.rows
         baselines = [s for s in reading.points if s.point.method == EXACT]
-        used = [n for n in reading.figures if n not in self.no_claims]
-        points = {s.point.key: s for name in used for s in reading.figures[name]}
+        points = {s.point.key: s for s in reading.points}
+        small = max((s.mean for s in baselines), default=0.0) < self.decides
         return {
             "about": self.describe(reading.sweep.protocol),
             "runs": rows,
@@ -300,44 +283,33 @@ class SweepStudy(Study):
             ),
             "baselines": list({s.point.cell: s for s in (*baselines, *reading.extras)}.values()),
             "level": claims.LEVEL,
-            "claims": [_judged(claim, points) for claim in self.claims],
+            "small": small,
+            "claims": [_judged(claim, points, small) for claim in self.claims],
             "results": {n: sorted(found, key=order) for n, found in reading.figures.items()},
             "shown": SHOWN,
         }
 
 
-def _judged(claim: Claim, points: Mapping[claims.Key, PointResult]) -> dict[str, Any]:
+def planned_seconds(jobs: Sequence[Job], machine: Machine) -> float:
+    """Of all steps: those of each method in stacks of each size are timed on made-up data."""
+    found: dict[tuple[str, int], float] = {}
+    total = 0.0
+    with machine.used(), one_thread():
+        for job in jobs:
+            cell = job.runs[0].cell
+            for steps, count in cell.stretches(len(job.runs)):
+                key = (cell.sketch.partition("(")[0], count)
+                if key not in found:
+                    found[key] = seconds_of(cell.trial(job.runs[:count]))
+                total += steps * found[key]
+    return total
+
+
+def _judged(claim: Claim, points: Mapping[claims.Key, PointResult], small: bool) -> dict[str, Any]:
     outcomes = [claims.check(comparison, points) for comparison in claim.comparisons]
     done = [outcome for outcome in outcomes if outcome is not None]
     done.sort(key=lambda outcome: outcome.difference + outcome.comparison.margin)
     verdict = claims.verdict(outcomes)
+    if small and verdict == claims.NOT_CONFIRMED:
+        verdict = f"{claims.UNDECIDED} at this size"
     return {"claim": claim, "verdict": verdict, "done": done, "missing": len(outcomes) - len(done)}
-
-
-def _point_order(s: PointResult) -> tuple[Any, ...]:
-    cell: Any = s.point.cell
-    return cell.network, getattr(cell, "epochs", 0), getattr(cell, "clip", 0.0), order(s)
-
-
-def _point_line(s: PointResult) -> dict[str, Any]:
-    cell: Any = s.point.cell
-    return {
-        "network": cell.network,
-        "epochs": getattr(cell, "epochs", 0),
-        "clip": getattr(cell, "clip", 0.0),
-        "method": s.point.method,
-        "place": s.point.place,
-        "budget": s.point.budget,
-        "test_median": round(s.median, 4),
-        "test_std": round(s.spread, 4),
-        "best_test_median": round(s.best_median, 4),
-        "learning_rate_median": round(s.learning_rate, 6),
-        "rates_at_edge": s.at_edge,
-        "clipped_fraction": round(s.clipped, 4),
-        "diverged_runs": s.diverged,
-        "runs": s.runs,
-        "seeds": len(s.seeds),
-        "ranks": " ".join(f"{r:g}" for r in s.ranks),
-        "sketch": cell.sketch,
-        "cell": cell.identity,
-    }

@@ -7,7 +7,7 @@ import json
 import statistics
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -52,9 +52,13 @@ class Cell(ABC):
     def train(self, runs: Sequence[Run], checkpoints: Checkpoints | None) -> list[Findings]:
         """Trains runs of this cell; what was found for each, in the same order."""
 
-    def cost(self, runs: int) -> float:
-        """About how many seconds so many runs take together, on one core of a laptop."""
-        return float(runs)
+    def stretches(self, runs: int) -> list[tuple[float, int]]:
+        """How many steps there are, and how many of the runs train together in each of them."""
+        return [(1.0, runs)]
+
+    def trial(self, runs: Sequence[Run]) -> Callable[[], None]:
+        """A step of these runs on made-up data, to be timed."""
+        return lambda: None
 
     def problem(self) -> str:
         """What is wrong with the values; empty if nothing is."""
@@ -92,14 +96,12 @@ class Figure:
     title: str
     lowest: float
     """Where the accuracy axis begins, at the latest."""
-    methods_of: str = ""
-    clip: float | None = None
     highest: float | None = 101
     """Where it ends; ``None``: a little above the results."""
 
     @property
     def methods(self) -> list[Method]:
-        return [m for m in METHODS.values() if (self.methods_of or self.name) in m.figures]
+        return [m for m in METHODS.values() if self.name in m.figures]
 
     def places(self, method: Method) -> tuple[str, ...]:
         return method.places if self.name.startswith("location") else PLACES[:1]
@@ -193,20 +195,18 @@ class Sweep:
     """The figures that this sweep can make."""
     extras: tuple[Point, ...]
     """Points that belong to no figure: deeper networks, longer training."""
+    methods: tuple[str, ...] = ()
+    """Those that are run; empty: all of a figure."""
 
     def points(self, figure: str) -> list[Point]:
         """All points of a figure, in the order of its series."""
         spec = self.figures[figure]
-        own = (
-            self.protocol
-            if spec.clip is None
-            else self.protocol.changed({"clip": spec.clip}, figure)
-        )
         return [
             point
             for method in spec.methods
+            if method.name in (self.methods or METHODS)
             for place in spec.places(method)
-            for point in _series(method, place, own)
+            for point in _series(method, place, self.protocol)
         ]
 
     def select(self, names: Iterable[str], extras: bool) -> list[Point]:
@@ -237,7 +237,7 @@ def read_preset(preset: str, folder: Path, prefix: str = "") -> tuple[str, dict[
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ExperimentError(f"{path} is not valid TOML: {error}") from None
-    _only(content, ("protocol", "figures", "extra"), str(path))
+    _only(content, ("protocol", "figures", "methods", "extra"), str(path))
     return path.stem.removeprefix(prefix), content, str(path)
 
 
@@ -250,7 +250,9 @@ def make_sweep(
         if figure not in figures:
             raise ExperimentError(f"{path}: figure {figure!r} is unknown; use {', '.join(figures)}")
     extras = [p for part in content.get("extra", ()) for p in _extra(protocol, part, path)]
-    sweep = Sweep(name, protocol, {figure: figures[figure] for figure in names}, tuple(extras))
+    methods = tuple(find_method(method).name for method in content.get("methods", ()))
+    made = {figure: figures[figure] for figure in names}
+    sweep = Sweep(name, protocol, made, tuple(extras), methods)
     for point in sweep.select(names, extras=True):
         # A wrong budget, expression or rate shows before hours of work.
         make_sketch(point.cell.sketch)

@@ -103,9 +103,9 @@ def seed_of(purpose: str, seed: int) -> int:
     return int.from_bytes(digest[:7], "big")
 
 
-def generator(purpose: str, seed: int) -> torch.Generator:
+def generator(purpose: str, seed: int, device: torch.device | str = "cpu") -> torch.Generator:
     """A stream of its own for each purpose of each seed."""
-    return torch.Generator().manual_seed(seed_of(purpose, seed))
+    return torch.Generator(device).manual_seed(seed_of(purpose, seed))
 
 
 def initialised(make: Callable[[], Model], seed: int) -> Model:
@@ -113,10 +113,6 @@ def initialised(make: Callable[[], Model], seed: int) -> Model:
     with torch.random.fork_rng():
         torch.manual_seed(seed_of("initial weights", seed))
         return make()
-
-
-def best_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def step_flops(model: nn.Module, loss: Loss, batch: Batch) -> float:

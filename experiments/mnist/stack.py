@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from sketchprop.core.vjp import Vjp
 from sketchprop.sketches import Sketch
 
 from .. import data
+from ..lab.machine import machine
 from ..lab.pictures import Parts, split
 from ..lab.sweep import Run, climbing
 from ..lab.trainer import generator
@@ -51,11 +52,13 @@ def load(train_rows: int, validation_rows: int, test_rows: int, pixels: str) -> 
 class Uniforms:
     """The draws of one layer: each replica's from its own generator, some steps ahead."""
 
-    def __init__(self, purpose: str, seeds: Sequence[int]) -> None:
-        self._generators = [generator(purpose, seed) for seed in seeds]
+    def __init__(self, purpose: str, seeds: Sequence[int], device: torch.device) -> None:
+        self._generators = [generator(purpose, seed, device) for seed in seeds]
+        self._device = device
         self._drawn: Tensor | None = None
         self._used = 0
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, p: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The next ones: ``[replicas, *shape of one]``."""
         if self._drawn is None or self._used == len(self._drawn):
@@ -64,7 +67,8 @@ class Uniforms:
             # Importance may give an atom a p that float32 uniforms never meet; masks of single
             # elements, the only ones with so many draws, have p = budget.
             dtype = torch.float32 if count >= AHEAD else torch.float64
-            drawn = [torch.rand(size, generator=g, dtype=dtype) for g in self._generators]
+            options: Any = {"dtype": dtype, "device": self._device}
+            drawn = [torch.rand(size, generator=g, **options) for g in self._generators]
             self._drawn, self._used = torch.stack(drawn, 1), 0
         self._used += 1
         return self._drawn[self._used - 1]
@@ -79,14 +83,15 @@ class Stack:
     """The parameters of all replicas, and one SGD step for each of them."""
 
     def __init__(self, cell: MnistCell, runs: Sequence[Run]) -> None:
-        self.cell = cell
+        self.cell, self.device = cell, machine().where
         self.seeds = [run.seed for run in runs]
-        self.rates = torch.tensor([run.learning_rate for run in runs], dtype=torch.float32)
-        self.alive = torch.ones(len(runs), dtype=torch.bool)
-        self.clipped = torch.zeros(len(runs))
-        self.loss = torch.zeros(len(runs))
+        rates = [torch.full((), run.learning_rate, device=self.device) for run in runs]
+        self.rates = torch.stack(rates)
+        self.alive = torch.ones_like(self.rates, dtype=torch.bool)
+        self.clipped = torch.zeros_like(self.rates)
+        self.loss = torch.zeros_like(self.rates)
         self.steps = 0
-        self.weights, self.biases = _initial(cell.widths, self.seeds)
+        self.weights, self.biases = _initial(cell.widths, self.seeds, self.device)
         self.sketches = layer_sketches(cell)
         self.uniforms = [self._uniforms(index) for index in range(len(self.weights))]
 
@@ -95,7 +100,7 @@ class Stack:
         B = self.cell.batch_size
         if sketch.keeps_all(B, n, d):
             return None
-        return Uniforms(f"draws of layer {index}", self.seeds)
+        return Uniforms(f"draws of layer {index}", self.seeds, self.device)
 
     def step(self, x: Tensor, labels: Tensor) -> None:
         """``x: [R, B, 784]``, ``labels: [R, B]``."""
@@ -149,7 +154,7 @@ class Stack:
 
     def accuracies(self, part: data.Labelled) -> Tensor:
         """In percent, for each replica. One at a time: a stack must not change the rounding."""
-        right = torch.zeros(len(self.seeds), dtype=torch.int64)
+        right = torch.zeros_like(self.rates, dtype=torch.int64)
         with torch.no_grad():
             for images, labels in zip(
                 torch.split(part.images, _EVALUATION_ROWS),
@@ -168,14 +173,14 @@ def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Trains replicas of one cell together; what was found for each, in the same order. A rate
     that halving leaves behind ends there."""
     began = time.perf_counter()
-    cell = runs[0].cell
-    assert isinstance(cell, MnistCell)
+    cell: Any = runs[0].cell
     if any(run.cell != cell for run in runs):
         raise ValueError("replicas of one stack may differ in learning rate and seed only")
-    found = load(cell.train_rows, cell.validation_rows, cell.test_rows, cell.pixels)
+    whole = load(cell.train_rows, cell.validation_rows, cell.test_rows, cell.pixels)
     # torch multiplies a stack of one on another path, which rounds differently: it gets a twin.
     trained = list(runs if len(runs) > 1 else [runs[0], runs[0]])
     stack = Stack(cell, trained)
+    found = Parts(*(data.Labelled(*(t.to(stack.device) for t in part)) for part in whole))
     orders = {seed: generator("order", seed) for seed in stack.seeds}
     if cell.halving and set(Counter(run.seed for run in runs).values()) != {cell.together}:
         raise ValueError(f"a seed that halves needs its {cell.together} rates in one stack")
@@ -199,7 +204,7 @@ def train_stack(runs: Sequence[Run]) -> list[dict[str, Any]]:
             passed = set(climbing([trained[r] for r in racing], scores, cell.rungs[epoch]))
             places = [place for place, r in enumerate(racing) if trained[r] in passed]
             racing = [racing[place] for place in places]
-            stack.keep(torch.tensor(places))
+            stack.keep(torch.tensor(places, device=stack.device))
     seconds = (time.perf_counter() - began) / len(runs)
     ranks = layer_ranks(cell)
     return [
@@ -233,10 +238,19 @@ def _epoch(stack: Stack, part: data.Labelled, orders: dict[int, torch.Generator]
     steps = len(part.labels) // B
     order = {seed: torch.randperm(len(part.labels), generator=g) for seed, g in orders.items()}
     chosen = torch.stack([order[seed][: steps * B].view(steps, B) for seed in stack.seeds], 1)
-    buffer = torch.empty(chosen.shape[1] * B, part.images.shape[1])
-    for index in chosen:
+    buffer = torch.empty(chosen.shape[1] * B, part.images.shape[1], device=stack.device)
+    step = torch.compile(stack.step) if machine().compile else stack.step
+    for index in chosen.to(stack.device):
         x = torch.index_select(part.images, 0, index.flatten(), out=buffer)
-        stack.step(x.view(*index.shape, -1), part.labels[index])
+        step(x.view(*index.shape, -1), part.labels[index])
+
+
+def trial_step(runs: Sequence[Run]) -> Callable[[], None]:
+    """A step on made-up digits."""
+    stack = Stack(runs[0].cell, runs)  # type: ignore[arg-type]
+    shape = (len(runs), stack.cell.batch_size)
+    x = torch.rand(*shape, stack.cell.widths[0]).to(stack.device)
+    return partial(stack.step, x, torch.zeros(shape, dtype=torch.int64).to(stack.device))
 
 
 class FullLength(Sketch):
@@ -257,7 +271,7 @@ class FullLength(Sketch):
 
         def elements(own: Vjp, uniforms: Callable[..., Tensor]) -> MaskedElements:
             """The same masks, without a list of all elements."""
-            n, rate = own.G.shape[-1], float(p.flatten()[0])
+            n, rate = own.G.shape[-1], p.flatten()[0]  # a tensor: nothing waits for the device
             mask = (uniforms(p, tuple(p.shape)) < rate).to(own.G.dtype).mul_(1 / rate)
             return MaskedElements(own.G, mask[..., :n, :], mask[..., n:, :])
 
@@ -293,7 +307,9 @@ def layer_ranks(cell: MnistCell) -> list[float]:
     ]
 
 
-def _initial(widths: Sequence[int], seeds: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+def _initial(
+    widths: Sequence[int], seeds: Sequence[int], device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
     """What ``nn.Linear`` starts from, for each seed: uniform in ±1/√d."""
     sources = [generator("initial weights", seed) for seed in seeds]
     weights: list[Tensor] = []
@@ -301,5 +317,5 @@ def _initial(widths: Sequence[int], seeds: Sequence[int]) -> tuple[list[Tensor],
     for n, d in zip(widths[1:], widths[:-1], strict=True):
         for target, shape in ((weights, (n, d)), (biases, (n,))):
             drawn = [torch.rand(shape, generator=g).mul_(2).sub_(1).div_(d**0.5) for g in sources]
-            target.append(torch.stack(drawn).requires_grad_())
+            target.append(torch.stack(drawn).to(device).requires_grad_())
     return weights, biases

@@ -83,8 +83,8 @@ class TimedCell(Cell):
         )  # fmt: skip
         return made, second
 
-    def cost(self, runs: int) -> float:
-        return runs * self.time
+    def stretches(self, runs: int) -> list[tuple[float, int]]:
+        return [(self.time, runs)]
 
 
 FINDINGS: dict[str, type] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from sketchprop.core.allocator import keep_pages
 
 from ..lab import ExperimentError
-from ..lab.engine import ENGINES, progress_lines, run_sweep
+from ..lab.engine import ENGINES, Job, progress_lines, run_sweep
 from ..lab.pages import read_json, write_csv, write_json
 from ..lab.store import DATABASE, Row, Store, read_rows, table_path, write_table
 from ..lab.study import Study, schema_of
@@ -152,7 +152,7 @@ def _plan(contest: Contest, folder: Path) -> str:
     times, rows = read_json(folder / TIMES), _rows(folder.parent, contest)
     decisions = Decisions(contest, times["costs"], rows)
     seconds, missing = times["seconds"][f"/{contest.middle}"], decisions.missing()
-    hours = seconds * sum(run.cell.cost(1) for run in missing) / 3600
+    hours = seconds * sum(Job((run,)).cost for run in missing) / 3600
     done = sum(row["time"] for row in rows) * seconds / 3600
     more = "" if decisions.settled else ", more when rates are chosen"
     stored = f"{len(rows)} runs stored ({done:.2f} core-hours)"

@@ -223,6 +223,19 @@ def measured(ask: Callable[..., Any]) -> Gradients:
     return []
 
 
+def replicas(method: str) -> Gradients:
+    """A step of the study on MNIST, many replicas at once."""
+    from experiments.methods import METHODS
+    from experiments.mnist import stack
+    from experiments.mnist.study import MNIST, Run
+
+    stack.generator = lambda *args: None  # torch's CPU build has none for a GPU
+    cell = MNIST.load("smoke").protocol.cell(METHODS[method], 0.1, "all")
+    step = stack.trial_step([Run(cell, rate, 0) for rate in (0, 2)])
+    step()
+    return [step.func.__self__.loss, *step.func.__self__.weights]
+
+
 def tuned(model: nn.Module, loss_fn: Any, batches: list[Tensor]) -> None:
     tuner = sp.Tuner(sp.sketch_(model, Tokens(0.2)), loss_fn, share=1.0)
     while tuner(batches[0]) is None:
@@ -239,6 +252,7 @@ PLAIN = (sp.L1, sp.L2, sp.Variance, sp.Diagonal, sp.ColumnMask, sp.SampleMask, s
 ROWS = ({}, {"unit": "sample"}, {"by": "gradient_input"}, {"by": "uniform"})
 SPECTRAL = (sp.GradientSVD(0.25), sp.RankConstrained(0.25))
 FIXED = (*(kind(0.25) for kind in PLAIN), *(Rows(0.25, **o) for o in ROWS), ForwardRows(0.25), PAIR)
+STACKED = ("exact", "l1", "ds-independent", "gsv", "element", "control-samples", "rows")
 RANDOM = (sp.L1(0.25, sampling="independent"), Rows(0.25, by="nonzero"))
 CASES: dict[str, dict[str, Callable[[], Gradients]]] = {
     "layers": {
@@ -277,6 +291,7 @@ CASES: dict[str, dict[str, Callable[[], Gradients]]] = {
         "activations": partial(vit, Tokens(0.2), compiled, 1),
         "input": partial(vit, Tokens(0.2, save="input"), compiled, 1),
     },
+    "stack": {f"stack, {name}": partial(replicas, name) for name in STACKED},
     "meters": {
         "measure": partial(measured, partial(sp.measure, sketch=Tokens(0.2), draws=2, split=False)),
         "Tuner": partial(measured, tuned),
@@ -284,7 +299,13 @@ CASES: dict[str, dict[str, Callable[[], Gradients]]] = {
         "advise": partial(measured, partial(sp.advise, minutes=0.15)),
     },
 }  # fmt: skip
-WAITS = {**{f"linear, {s!r}": 2 for s in SPECTRAL}, "measure": 30, "Tuner": 12, "advise": 1000}
+WAITS = {
+    "stack, gsv": 4,
+    **{f"linear, {s!r}": 2 for s in SPECTRAL},
+    "measure": 30,
+    "Tuner": 12,
+    "advise": 1000,
+}
 """How often a case may wait: torch's eigh does, and meters read numbers, not one per parameter."""
 KERNELS = {"input", "attention, causal", "attention, mask", "attention, bias", "vit", "vit, input"}
 KERNELS |= {

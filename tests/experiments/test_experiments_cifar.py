@@ -1,28 +1,22 @@
 """The studies on CIFAR-10: what is trained, what is sketched, and the figure."""
 
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from experiment_helpers import changed, pictures, without
+from experiment_helpers import changed, pictures
 from torch import nn
 
 import sketchprop as sp
 from experiments import data
 from experiments.__main__ import main
 from experiments.cifar import model as cifar
-from experiments.cifar import study as cifar_study
 from experiments.cifar.bagnet import BagNet
 from experiments.cifar.study import STUDIES
 from experiments.lab import ExperimentError
-from experiments.lab.selection import PointResult, SeedResult
+from experiments.lab.engine import Job
 from experiments.lab.store import DATABASE, read_rows
-from experiments.lab.sweep import Point, planned_runs
+from experiments.lab.sweep import planned_runs
 from experiments.methods import METHODS
 from sketchprop.core.vjp import Vjp
 from sketchprop.layers import SketchedModule
@@ -114,7 +108,9 @@ def test_presets(study):
                 assert {comparison.better[0], comparison.worse[0]} <= shown
         runs = [run for p in sweep.select(sweep.figures, True) for run in planned_runs(p, {})]
         assert len({run.identity for run in runs}) == len(runs)
-        assert all(run.cell.cost(1) > 0 for run in runs)
+        assert all(Job((run,)).cost > 0 for run in runs)
+    few = {p.method for p in study.load("gpu").points("cifar")}
+    assert few == {"exact", "l1", "ds", "rcs", "sample"}
 
 
 @pytest.mark.parametrize(
@@ -152,80 +148,18 @@ def test_smoke_makes_the_figure_from_nothing(tmp_path, capsys, model, small_data
     assert (out / "README.md").read_text() == page
 
 
-def test_the_order_says_who_is_above_whom():
-    protocol = changed(VIT.protocol, seeds=tuple(range(5)), budgets=(0.1, 0.5))
-
-    def line(name, gains, budgets=(0.1, 0.5)):
-        for budget in budgets:
-            seeds = {s: SeedResult(30 + s + g, 0, 0, 0.1, 1, 0, False) for s, g in enumerate(gains)}
-            yield PointResult(Point(name, "all", budget, protocol), seeds, (), 5, 0)
-
-    found = [*line("exact", [10] * 5, (1.0,)), *line("l1", [0, 0, 0, 0, 0.5])]
-    found += [*line("rcs", [2, 2, 1.5, 2, 1.5]), *line("ds", [1, -1, 1, -1, 1])]
-    made = cifar_study.ranking(found)
-    assert (made["seeds"], made["exact"]) == (5, 42)
-    assert made["lines"] == [
-        ["RCS", "33.8", "33.8", "33.8", "-8.2", "DS, ℓ1"],
-        ["DS", "32.2", "32.2", "32.2", "-9.8", ""],
-        ["ℓ1", "32.1", "32.1", "32.1", "-9.9", ""],
-    ]
-    assert cifar_study.ranking(found[1:]) is None  # nothing to compare with
-
-
-TINY = """
-figures = []
-[protocol]
-size = "patch=8 dim=16 depth=1 heads=2 hidden=32"
-epochs = 10
-batch_size = 16
-train_rows = 320
-validation_rows = 20
-test_rows = 20
-learning_rates = [0]
-seeds = [0]
-widen = 0
-checkpoint_seconds = 0
-budgets = [0.5]
-[[extra]]
-methods = ["l1"]
-"""
-
-
-def test_a_sweep_killed_in_the_middle_of_a_run_goes_on_in_it(tmp_path):
-    """The only run of a sweep is killed half-way; what the restarted sweep stores is the same."""
-    try:
-        data.cifar10(train=False, download=False)
-    except data.DataError as error:
-        pytest.skip(f"CIFAR-10 is not on this machine: {error}")
-    preset = tmp_path / "tiny.toml"
-    preset.write_text(TINY)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-
-    call = ["cifar", "--model", "vit", "--quiet", "--preset", str(preset), "--out"]
-
-    def start(out):
-        command = [sys.executable, "-m", "experiments", *call, str(out), "--workers", "1"]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-
-    kept = broken / "checkpoints"
-    while True:
-        process = start(broken)
-        while process.poll() is None and not list(kept.glob("*.pt")):
-            time.sleep(0.002)
-        time.sleep(0.3)
-        process.kill()
-        if process.wait() == -signal.SIGKILL and list(kept.glob("*.pt")):
-            break
-        shutil.rmtree(broken)  # on a busy machine it may have come to its end
-    (saved,) = kept.glob("*.pt")
-    assert torch.load(saved)["numbers"]["steps"] > 0
-    assert read_rows(broken, VIT.schema) == []
-    assert start(broken).wait() == 0
-    assert main([*call, str(whole), "--workers", "0"]) == 0
-    assert not kept.exists()
-    one, two = (without(read_rows(out, VIT.schema), *VIT.schema.times) for out in (whole, broken))
-    assert len(one) == 1
-    assert one == two
+def test_noise_along_the_depth_is_measured_once_and_drawn_again(tmp_path, monkeypatch):
+    parts = pictures().train
+    monkeypatch.setattr(data, "cifar10", lambda: parts)
+    monkeypatch.setattr(data, "mnist", lambda: (parts.images[:, 0, :28, :28], parts.labels))
+    call = ["amplification", "--preset", "smoke", "--out", str(tmp_path)]
+    with pytest.warns(UserWarning, match="BatchNorm"):
+        assert main(call) == 0
+    page = (tmp_path / "README.md").read_text()
+    assert {"## MLP", "## ViT", "## BagNet"} <= set(page.splitlines())
+    assert "kept tokens | blocks.0 |" in page
+    assert main(call) == 0  # BatchNorm would warn again
+    assert (tmp_path / "README.md").read_text() == page
 
 
 def test_bagnet_is_the_published_one():

@@ -20,6 +20,7 @@ from ..sketches import AnySketch, Planner
 from .cost.flops import FlopsReport, measure_flops
 from .cost.memory import MemoryReport, saved_bytes
 from .cost.timing import Times, seconds_of_a_pass, step_times
+from .noise.amplification import Edge, measure_edges
 from .noise.estimate import Estimate
 from .noise.gradients import Loss, settle
 from .noise.pace import DROWNED
@@ -94,6 +95,7 @@ class MeasureReport(Report):
     times: Times | None
     by_flops: Verdict
     by_time: Verdict | None
+    edges: tuple[Edge, ...] = ()
 
     @property
     def sigma2(self) -> Estimate:
@@ -187,7 +189,8 @@ class MeasureReport(Report):
         return "\n".join([self.answer()[1], *self.explanation()])
 
     def tables(self) -> list[Table]:
-        return [self.figures(), self.noise_by_layer()]
+        tables = [self.figures(), self.noise_by_layer()]
+        return [*tables, self.noise_by_edge()] if self.edges else tables
 
     def figures(self) -> Table:
         """What a sketched step is over an exact one: time, memory, variance, FLOPs, all in all."""
@@ -243,6 +246,17 @@ class MeasureReport(Report):
         title = "Where the noise is made: V by the layer that injected it"
         return Table(title, columns, rows, note)
 
+    def noise_by_edge(self) -> Table:
+        """What each layer or block makes of the noise that arrives; no rows without ``edges``."""
+        numbers = ("at_output", "at_input", "with_draw", "factor", "noise_gain", "bound")
+        rows = [(e.name, *(getattr(e, name) or None for name in numbers)) for e in self.edges]
+        note = (
+            "E‖ĝ - g‖²/‖g‖² as it arrives at the output, at the input through the exact Jacobian, "
+            "and with draws; the second over the first; what noise is multiplied by, and ‖J‖²."
+        )
+        columns = (LAYER, *(Column(name.replace("_", " "), ".3g") for name in numbers))
+        return Table("Dampened or amplified: noise over gradient", columns, rows, note)
+
 
 def measure(
     model: nn.Module,
@@ -254,6 +268,7 @@ def measure(
     draws: int | None = None,
     split: bool = True,
     rounds: int = 7,
+    edges: bool | Sequence[str] = False,
     seed: int = 0,
     minutes: float | None = None,
     progress: Progress | None = None,
@@ -270,6 +285,10 @@ def measure(
     ``draws`` for each batch; ``None`` lets a pilot choose. ``rounds`` of exact and sketched steps
     are timed in turns (0: none), without optimizer and data; for seconds measured elsewhere ask
     ``meters.criterion``, with the report's ``relative``.
+
+    ``edges=True`` adds whether noise is dampened or amplified at each sketched layer or block, or
+    at the modules that are named, beside the bound by operator norms: on two batches, and not
+    counted in ``minutes``.
 
     Costs about draws × batches × (sketched layers) steps; without ``split`` draws × batches.
     ``minutes``: about how long it may take; draws, and if need be the split, are given up for it.
@@ -306,6 +325,8 @@ def measure(
         with exact(model):
             exact_memory = saved_bytes(model, loss_fn, batches[0])
         sketched_memory = saved_bytes(model, loss_fn, batches[0])
+        names = () if isinstance(edges, bool) else edges
+        found = measure_edges(model, loss_fn, batches[:2], names, seed=seed) if edges else ()
         times = by_time = None
         if rounds:
             least = rounds if minutes is None else min(rounds, 2)
@@ -322,6 +343,7 @@ def measure(
         times=times,
         by_flops=criterion(relative, flops.step_ratio, basis="FLOPs", signal=signal),
         by_time=by_time,
+        edges=found,
     )
 
 
