@@ -150,7 +150,7 @@ def _study(name: str, model: str, cell: CifarCell) -> CifarStudy:
         name=name,
         help="the paper's BagNet-17 and transformer on CIFAR-10",
         title=f"The paper's study of {model} on CIFAR-10",
-        published={"cpu": f"{name}-cpu"},
+        published={"cpu": f"{name}-cpu", "middle": f"{name}-middle"},
         protocol=Protocol(cell, learning_rates=(-4, -2, 0, 2, 4), widen=1),
         findings=FINDINGS,
         figures={"cifar": Figure("cifar", f"Sketches in {model}", 100, highest=None)},

@@ -1,7 +1,4 @@
-"""Equal nominal cost: a sketch that keeps p of the backward trains 1/p times as many epochs.
-
-An iso-FLOP table: train loss of each method, beside that of exact training.
-"""
+"""An iso-FLOP table: a sketch that keeps p of the backward trains 1/p times as many epochs."""
 
 from __future__ import annotations
 

@@ -185,7 +185,8 @@ def in_ray(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
             configure_logging=False,
         )
     try:
-        gpus = min(1, jobs[0].machine.gpus)
+        # A driver may have no GPU itself.
+        gpus = int(jobs[0].machine.device.startswith("cuda") or jobs[0].machine.gpus > 0)
         remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=2)(_execute_alone)
         waiting = {remote.remote(job): job for job in jobs}
         while waiting:
