@@ -130,3 +130,20 @@ def test_kernels_have_the_exact_mean() -> None:
     assert any(not torch.allclose(a, b) for a, b in zip(first, second, strict=True))
     assert largest_z(truth, draw, 400) <= Z_LIMIT
     assert model.blocks[0].sketching.compiled
+
+
+def test_advice_against_compiled_exact_blocks(graphs: Counter) -> None:
+    model = sp.unsketch_(vit(depth=1))
+    batches = list(torch.randn(3, 4, 3, 16, 16))
+    advice = sp.advise(model, _loss_on, batches, minutes=0.5, control=False, compile=True)
+    assert graphs.frame_count == 4  # three budgets, and exact
+    assert {o.name for o in advice.options} == {f"Tokens({p})" for p in (0.2, 0.3, 0.5)}
+    assert all("compile=True" in option.line for option in advice.options)
+    tried = [option.note for option in advice.options if option.sound]
+    assert all(note.startswith(("compiled in", "its noise drowns")) for note in tried)
+    with pytest.raises(ValueError, match="no block is known"):
+        sp.advise(zoo.mlp(), _loss_on, batches, compile=True)
+
+
+def _loss_on(model: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), torch.arange(4))

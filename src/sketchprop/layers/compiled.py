@@ -12,13 +12,21 @@ import torch
 MOST_GRAPHS = 24
 """Of one kind of block: for each budget, exact, and for each shape."""
 
+QUICK = {"size_asserts": False, "alignment_asserts": False}
+"""Inductor asks of each tensor that torch hands it whether it is what torch said: a tenth of the
+time of a small block's backward."""
+
 
 @cache
 def _compiled(kind: Any) -> Callable[..., Any]:
+    from torch._dynamo.backends.registry import get_default_backend  # takes long to import
+
     # Called as a plain function of the module, weights are inputs: equal blocks share one graph.
     # How many rows are kept is rounded from shapes: these cannot be symbols.
     how: Any = {"recompile_limit": MOST_GRAPHS, "isolate_recompiles": True, "dynamic": False}
     how["options"] = {"guard_filter_fn": _guards_of_the_block}
+    if get_default_backend() == "inductor":
+        how["options"] |= QUICK
     compiled: Callable[..., Any] = torch.compile(kind.call, fullgraph=True, **how)
     return compiled
 
