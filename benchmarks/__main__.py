@@ -147,7 +147,8 @@ def _tokens(args: argparse.Namespace) -> tuple[list[Line], dict[str, object]]:
 def _on_device(args: argparse.Namespace) -> dict[str, object]:
     """Printed as Markdown: to paste into an issue."""
     names = _named(tokens.MODELS, args.only or "ViT 96")
-    models = {name: tokens.MODELS[name] for name in names}
+    # Sizes of a batch are asked for, so that each model is there once.
+    models = {name.split(",")[0]: tokens.MODELS[name] for name in names}
     found = list(
         device_table.rows(
             models, args.device, args.batches, args.modes, args.seconds, args.autocast

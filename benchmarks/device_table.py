@@ -66,7 +66,7 @@ def rows(
         for batch in batches:
             sized = size._replace(batch=batch)
             row: dict[str, Any] = dict.fromkeys(column.title for column in COLUMNS)
-            row |= {"model": name.split(",")[0], "batch": batch}
+            row |= {"model": name, "batch": batch}
             for mode in modes:
                 torch.compiler.reset()  # one code for all sizes: it would give up after eight
                 steps = [_step(sized, device, s, autocast, mode) for s in (None, SKETCH)]

@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sketchprop as sp
 
+from . import tokens
 from .tokens import Size, loss_of
 
 MODELS = {
-    "ViT 96 × 4, 16 × 64 tokens": Size(96, 4, 4, 384, 16, 64),
-    "MiniLM-L6, 2 × 512 tokens": Size(384, 6, 12, 1536, 2, 512, 30522),
+    name: tokens.MODELS[name]
+    for name in ("ViT 96 × 4, 16 × 64 tokens", "MiniLM-L6, 2 × 512 tokens")
 }
 SKETCH = sp.Tokens(0.2)
 TARGET = "at most 400 in the ViT's backward and 600 in MiniLM's, eager"
