@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sketchprop as sp
 
 from . import tokens
-from .tokens import Size, loss_of
+from .tokens import loss_of
 
 MODELS = {
     name: tokens.MODELS[name]
