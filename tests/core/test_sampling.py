@@ -30,14 +30,6 @@ def assert_proper(index, p, rank):
     assert kept[p == 1].all()
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=60), uniforms, dtypes, st.data())
-def test_any_weights(values, u, dtype, data):
-    w = torch.tensor(values, dtype=dtype)
-    rank = data.draw(st.integers(1, len(values)))
-    p = optimal_probabilities(w, rank)
-    assert_proper(sample_fixed(p, torch.tensor(u, dtype=torch.float64), rank), p, rank)
-
-
 # What rounding is cruel to: a hair below 1, a hair above 0, exact ones and zeros in between.
 cruel = st.sampled_from(
     [0.0, 1.0, LAST, 1 - 2**-24, 1 - 1e-6, 1 - 1e-9, 2**-24, 1e-9, 1e-30, 5e-324, 0.5, 1 / 3, 0.1]
@@ -150,22 +142,13 @@ def test_nan_probabilities_never_index_out_of_range(rank):
         assert ((index >= 0) & (index < 5)).all()
 
 
-def test_independent_keeps_sure_atoms_and_never_impossible_ones():
-    p = torch.tensor([1.0, 0.0, 0.5, math.nan])
-    for u in (0.0, 0.25, LAST):
-        kept = sample_independent(p, torch.full((4,), u, dtype=torch.float64))
-        assert kept[0]
-        assert not kept[1]
-        assert kept[3]  # a NaN must reach the gradient
-        assert bool(kept[2]) == (u < 0.5)
-
-
 def test_independent_frequency_is_the_probability():
-    p = torch.rand(20, dtype=torch.float64)
+    p = torch.cat([torch.rand(20), torch.tensor([1.0, 0.0, math.nan])]).double()
     N = 10_000
-    grid = (torch.arange(N, dtype=torch.float64) + 0.5) / N
-    kept = sample_independent(p, grid[:, None].expand(N, 20))
-    assert (kept.double().mean(0) - p).abs().max() <= 0.5 / N + 1e-12
+    grid = torch.tensor([*(i / N for i in range(N)), LAST], dtype=torch.float64)
+    kept = sample_independent(p, grid[:, None].expand(-1, 23)).double().mean(0)
+    assert (kept - p)[:20].abs().max() <= 2 / N
+    assert kept[20:].tolist() == [1, 0, 1]  # sure, impossible; a NaN must reach the gradient
 
 
 @pytest.mark.parametrize("shape", [(64,), (3, 64)])

@@ -35,24 +35,19 @@ class Gated(nn.Module):
         return y
 
 
-def parts(name: str, dropout: float) -> nn.Module:
-    """A row-wise module of a kind."""
-    kinds: dict[str, Callable[[], nn.Module]] = {
-        "linear": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
-        "norm": lambda: nn.LayerNorm(WIDTH),
-        "rms": lambda: nn.RMSNorm(WIDTH, eps=1e-6),
-        "gelu": nn.GELU,
-        "relu": nn.ReLU,
-        "in place": lambda: nn.SiLU(inplace=True),
-        "drop": lambda: nn.Dropout(dropout),
-        "gated": Gated,
-        "same": nn.Identity,
-        "tanh": nn.Tanh,
-    }
-    return kinds[name]()
-
-
-STEPS = ("linear", "norm", "rms", "gelu", "relu", "in place", "drop", "gated", "same", "tanh")
+PARTS: dict[str, Callable[[float], nn.Module]] = {
+    "linear": lambda dropout: nn.Linear(WIDTH, WIDTH, bias=False),
+    "norm": lambda dropout: nn.LayerNorm(WIDTH),
+    "rms": lambda dropout: nn.RMSNorm(WIDTH, eps=1e-6),
+    "gelu": lambda dropout: nn.GELU(),
+    "relu": lambda dropout: nn.ReLU(),
+    "in place": lambda dropout: nn.SiLU(inplace=True),
+    "drop": nn.Dropout,
+    "gated": lambda dropout: Gated(),
+    "same": nn.Identity,
+    "tanh": lambda dropout: nn.Tanh(),
+}
+"""Row-wise modules."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class Function:
             sketch=fuzz_sketches.of_layer(rng) if kind == "stack" else sketch,
             budget=budget,
             sizes=(pick(rng, 0, 1, 2, 3), pick(rng, 1, 2, 3, 5), pick(rng, 1, 2, 4)),
-            parts=tuple(pick(rng, *STEPS) for _ in range(rng.randint(1, 4))),
+            parts=tuple(pick(rng, *PARTS) for _ in range(rng.randint(1, 4))),
             dropout=pick(rng, 0.0, 0.0, 0.4),
             mask=pick(rng, "", "", "causal", "boolean", "added", "of all"),
             residual=rng.random() < 0.4,
@@ -133,7 +128,7 @@ class Function:
         # to run what drops out again.
         replayed = self.layout == "contiguous" and "gated" not in self.parts
         drops = self.dropout if replayed else 0.0
-        modules = [parts(name, drops) for name in self.parts]
+        modules = [PARTS[name](drops) for name in self.parts]
         if self.parts[:1] == ("in place",):
             modules.insert(0, nn.Linear(WIDTH, WIDTH))  # a leaf cannot be changed in place
         f: Any = nn.Sequential(*modules).to(self.dtype).to(self.device)

@@ -37,6 +37,8 @@ class Sketched:
     sketch: Any
     steps: tuple[str, ...]
     planner: Any = None
+    dtype: torch.dtype
+    autocast: bool
     tolerance: float
     forward: Callable[..., Tensor]
     sketched: Callable[..., nn.Module]
@@ -46,6 +48,49 @@ class Sketched:
     ) -> list[Tensor | None]:
         leaves = wants or leaves_of(model, inputs)
         return list(torch.autograd.grad(self.forward(model, inputs), leaves, G, allow_unused=True))
+
+    def budget_one(
+        self, plain: nn.Module, inputs: Sequence[Tensor], G: Tensor, truth: list[Any]
+    ) -> None:
+        model = self.sketched(plain)
+        with sp.exact(model):
+            same("exact", self.gradients(model, inputs, G), truth)
+        whole = at_budget_one(self.sketch)
+        found = self.gradients(self.sketched(plain, whole), inputs, G)
+        same("budget one", found, truth, self.tolerance if by_nonzero(self.sketch) else 0.0)
+
+    def one_pass(self, plain: nn.Module, inputs: Sequence[Tensor], G: Tensor) -> list[Any]:
+        """All gradients; some of them alone, and all of them once more, are the same."""
+        model = self.sketched(plain)
+        leaves = leaves_of(model, inputs)
+        whole = self.gradients(model, inputs, G)
+        same_kinds(whole, leaves)
+        some = sorted(random.Random(self.seed).sample(range(len(leaves)), (len(leaves) + 1) // 2))
+        if self.planner is not None:
+            model = self.sketched(plain)
+            leaves = leaves_of(model, inputs)
+        part = self.gradients(model, inputs, G, [leaves[i] for i in some])
+        same("a part", part, [whole[i] for i in some], self.tolerance)
+        if self.planner is None:
+            y = self.forward(model, inputs)
+            for _ in range(2):
+                again = torch.autograd.grad(y, leaves, G, retain_graph=True, allow_unused=True)
+                same("again", again, whole, self.tolerance)
+        return whole
+
+    def mean(self, model: nn.Module, inputs: Sequence[Tensor], G: Tensor, truth: list[Any]) -> None:
+        if self.dtype != torch.float64 or self.autocast:
+            return
+        if self.planner is not None:  # it has served another gradient before
+            self.gradients(model, inputs, G.flip(0) if G.dim() else G)
+
+        def one() -> list[Tensor]:
+            own = copy.deepcopy(model) if self.planner is not None else model
+            return filled(self.gradients(own, inputs, G), leaves_of(own, inputs))
+
+        found = mean(one)
+        if found is not None:
+            same("mean", found, filled(truth, leaves_of(model, inputs)), self.tolerance)
 
     def history(self, plain: nn.Module, inputs: Sequence[Tensor], G: Tensor) -> None:
         """After any history a model does what a new one does with the same budget."""
@@ -93,8 +138,18 @@ class Sketched:
             truth = self.gradients(plain, inputs, G)
             same("unsketch", self.gradients(model, inputs, G), truth)
             model = self.sketched(model, sketch)
-        else:
-            model, sketch = changed(self.sketched, step, model, plain, sketch)
+        elif step.startswith("budget"):
+            sketch = sketch.with_budget(budget_of(step))
+            sp.set_budget_(model, budget_of(step))
+        elif step == "deepcopy":
+            model = copy.deepcopy(model)
+        elif step == "pickle":
+            model = pickle.loads(pickle.dumps(model))
+        elif step == "state":
+            other = self.sketched(plain, sketch)
+            other.load_state_dict(model.state_dict())
+            plain.load_state_dict(other.state_dict())
+            model = other
         return model, sketch
 
 
@@ -256,10 +311,10 @@ class Layer(Sketched):
         if not draws_in_forward(self.sketch):
             holds("forward draws nothing", torch.equal(before, torch.get_rng_state()))
         truth = self.gradients(plain, inputs, G)
-        self._budget_one(plain, inputs, G, truth)
+        self.budget_one(plain, inputs, G, truth)
         self._zeros_and_nonfinite(model, plain, inputs, G)
         self._passes(plain, inputs, G)
-        self._mean(model, inputs, G, truth)
+        self.mean(model, inputs, G, truth)
         self.history(plain, inputs, G)
 
     def _refused(self, plain: nn.Module) -> None:
@@ -268,16 +323,6 @@ class Layer(Sketched):
         except ValueError:
             return
         raise AssertionError("refusal: sketch_ took a layer that is said to be refused")
-
-    def _budget_one(
-        self, plain: nn.Module, inputs: Sequence[Tensor], G: Tensor, truth: list[Any]
-    ) -> None:
-        model = self.sketched(plain)
-        with sp.exact(model):
-            same("exact", self.gradients(model, inputs, G), truth)
-        whole = at_budget_one(self.sketch)
-        found = self.gradients(self.sketched(plain, whole), inputs, G)
-        same("budget one", found, truth, self.tolerance if by_nonzero(self.sketch) else 0.0)
 
     def _zeros_and_nonfinite(
         self, model: nn.Module, plain: nn.Module, inputs: Sequence[Tensor], G: Tensor
@@ -306,29 +351,9 @@ class Layer(Sketched):
     def _passes(self, plain: nn.Module, inputs: Sequence[Tensor], G: Tensor) -> None:
         """Some gradients, in two passes, twice, into ``.grad``: all as in one pass."""
 
-        def fresh() -> nn.Module:
-            return self.sketched(plain)
-
-        model = fresh()
-        leaves = leaves_of(model, inputs)
         with drawing(by_shape(self.seed)):
-            whole = self.gradients(model, inputs, G)
-            same_kinds(whole, leaves)
-            some = sorted(
-                random.Random(self.seed).sample(range(len(leaves)), (len(leaves) + 1) // 2)
-            )
-            model = fresh()
-            leaves = leaves_of(model, inputs)
-            part = self.gradients(model, inputs, G, [leaves[i] for i in some])
-            same("a part", part, [whole[i] for i in some], self.tolerance)
-            model = fresh()
-            leaves = leaves_of(model, inputs)
-            y = self.forward(model, inputs)
-            if not self.planner:
-                for _ in range(2):
-                    again = torch.autograd.grad(y, leaves, G, retain_graph=True, allow_unused=True)
-                    same("again", again, whole, self.tolerance)
-            model = fresh()
+            whole = self.one_pass(plain, inputs, G)
+            model = self.sketched(plain)
             forget(leaves_of(model, inputs))
             for _ in range(2):
                 self.forward(model, inputs).backward(G)
@@ -339,10 +364,9 @@ class Layer(Sketched):
         forget(inputs)
         if self.kind.startswith("attention"):
             return  # several draws, whose order depends on what is asked for
-        model = fresh()
         torch.manual_seed(self.seed)
-        whole = self.gradients(model, inputs, G)
-        model = fresh()
+        whole = self.gradients(self.sketched(plain), inputs, G)
+        model = self.sketched(plain)
         leaves = leaves_of(model, inputs)
         torch.manual_seed(self.seed)
         y = self.forward(model, inputs)
@@ -351,39 +375,6 @@ class Layer(Sketched):
             for leaf in leaves
         ]
         same("one draw for all", found, whole, self.tolerance)
-
-    def _mean(
-        self, model: nn.Module, inputs: Sequence[Tensor], G: Tensor, truth: list[Any]
-    ) -> None:
-        if self.dtype != torch.float64 or self.autocast:
-            return
-        if self.planner is not None:  # it has served another gradient before
-            self.gradients(model, inputs, G.flip(0) if G.dim() else G)
-
-        def one() -> list[Tensor]:
-            own = copy.deepcopy(model) if self.planner is not None else model
-            return filled(self.gradients(own, inputs, G), leaves_of(own, inputs))
-
-        found = mean(one)
-        if found is not None:
-            same("mean", found, filled(truth, leaves_of(model, inputs)), TOLERANCE[torch.float64])
-
-
-def changed(sketched: Any, step: str, model: Any, plain: Any, sketch: Any) -> tuple[Any, Any]:
-    """The model after a step that every family knows, and its sketch; others change nothing."""
-    if step.startswith("budget"):
-        sketch = sketch.with_budget(budget_of(step))
-        sp.set_budget_(model, budget_of(step))
-    elif step == "deepcopy":
-        model = copy.deepcopy(model)
-    elif step == "pickle":
-        model = pickle.loads(pickle.dumps(model))
-    elif step == "state":
-        other = sketched(plain, sketch)
-        other.load_state_dict(model.state_dict())
-        plain.load_state_dict(other.state_dict())
-        model = other
-    return model, sketch
 
 
 def budget_of(step: str) -> float | int:
@@ -419,6 +410,8 @@ def draws_in_forward(sketch: Any) -> bool:
 
 def at_budget_one(sketch: Any) -> Any:
     """The same with everything kept."""
+    if isinstance(sketch, sp.Tokens):
+        return replace(sketch, budget=1.0, queries=None, keys=None)
     if isinstance(sketch, sp.Split):
         sides = [None if s is None else at_budget_one(s) for s in (sketch.input, sketch.weight)]
         return replace(sketch, input=sides[0], weight=sides[1])
@@ -461,6 +454,10 @@ def gradient_like(y: Tensor, content: str, seed: int) -> Tensor:
         G *= 1e-4 if y.dtype == torch.float16 else 1e-20
     elif content == "one heavy" and G.numel():
         G.view(-1)[0] = 1e3
+    elif content == "one token" and G.shape[1] > 1:
+        G[:, 1:] = 0
+    elif content == "padding" and G.shape[0] > 1:
+        G[0] = 0
     elif content == "constant":
         G.fill_(1.0)
     elif content == "expanded":

@@ -11,7 +11,11 @@ from itertools import count
 import torch
 
 from fuzz_base import run
-from fuzz_families import FAMILIES
+from fuzz_functions import Function
+from fuzz_layers import Layer
+from fuzz_models import Model
+
+FAMILIES = (Layer, Function, Model)
 
 
 def main() -> int:

@@ -12,10 +12,10 @@ import torch
 
 import sketchprop as sp
 from fuzz_base import error_of, number, run
-from fuzz_families import FAMILIES
 from fuzz_functions import Function
 from fuzz_layers import Layer
 from fuzz_models import Model
+from fuzz_run import FAMILIES
 from sketchprop.core import compact
 
 SEED = 2026

@@ -110,21 +110,14 @@ class Encoder(nn.Module):
 
     def __init__(self, batch_first=True):
         super().__init__()
-        self.embed = nn.Linear(6, 8)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                8, 2, 16, dropout=0.0, batch_first=batch_first, norm_first=True
-            )
-            for _ in range(2)
-        )
+        options = {"dropout": 0.0, "batch_first": batch_first, "norm_first": True}
+        blocks = (nn.TransformerEncoderLayer(8, 2, 16, **options) for _ in range(2))
+        self.body = nn.Sequential(nn.Linear(6, 8), *blocks)
         self.head = nn.Linear(8, 3)
         self.axis = 1 if batch_first else 0
 
     def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean(self.axis))
+        return self.head(self.body(x).mean(self.axis))
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
