@@ -186,7 +186,7 @@ class Shares:
         names = [name for name in self.states if name in self._expected]
         if together is not None:
             device, group = next(together.parameters()).device, together.process_group
-            means = mean_over_processes([self.blocks[name] for name in names], device, group)
+            means = mean_over_processes([self.blocks.get(n, NOTHING) for n in names], device, group)
             self.blocks = dict(zip(names, means, strict=True))
         finite = {n: b for n, b in self.blocks.items() if all(map(math.isfinite, b))}
         self.blocks = finite
