@@ -4,14 +4,12 @@ With ε = E‖e‖²/‖G‖² the relative noise of the gradient G that arrives
 of its rows, queries and keys, the noise of the block's own gradient over ‖g‖², and what arrives at
 the block below, are
 
-    v = felt · ε + Σ own · (law + ε · wide)(b),       ε' = through · ε + Σ out · (law + ε · wide)(b)
+    v = felt · ε + (1 + ε) Σ own · law(b),        ε' = through · ε + (1 + ε) Σ out · law(b)
 
 law(b) = Σ n²(1/p(b) - 1)/Σ n² for rows and queries, n the norms of the rows of G and p by
-water-filling, and 1/b - 1 for keys. Noise that arrives is spread over more rows than the gradient:
-wide(b) lies midway between law(b) and 1/b - 1, that of rows that are all alike. The factors are
-measured in one backward pass, block by block: the block's exact vjp takes G and a draw's e, and
-with one kind of draw alone it takes G again. The budgets are those on ``RUNGS`` with the least
-(Σ v⁶)^⅙ that cost what the even ones cost.
+water-filling, and 1/b - 1 for keys. The factors are measured in one backward pass, block by block:
+the block's exact vjp takes G and a draw's e, and with one kind of draw alone it takes G again. The
+budgets are those on ``RUNGS`` with the least (Σ v⁶)^⅙ that cost what the even ones cost.
 """
 
 from __future__ import annotations
@@ -75,15 +73,13 @@ class Factors(NamedTuple):
         keys = (1 / torch.tensor(RUNGS, dtype=self.fill.dtype) - 1).expand_as(self.fill)
         return torch.stack([self.fill, self.fill, keys], 1)
 
-    def noise(self, laws: Tensor, odds: Tensor) -> Tensor:
-        """v of each block for ``laws[..., blocks, 3]`` of its draws and 1/b - 1 of them."""
-        wide = (laws + odds) / 2
-        own, own_wide = ((law * self.own).sum(-1) for law in (laws, wide))
-        out, out_wide = ((law * self.out).sum(-1) for law in (laws, wide))
+    def noise(self, laws: Tensor) -> Tensor:
+        """v of each block for ``laws[..., blocks, 3]`` of its draws."""
+        own, out = (laws * self.own).sum(-1), (laws * self.out).sum(-1)
         arrives, found = torch.zeros_like(own[..., 0]), torch.zeros_like(own)
         for k in reversed(range(len(self.felt))):
-            found[..., k] = own[..., k] + arrives * (self.felt[k] + own_wide[..., k])
-            arrives = out[..., k] + arrives * (self.through[k] + out_wide[..., k])
+            found[..., k] = self.felt[k] * arrives + (1 + arrives) * own[..., k]
+            arrives = self.through[k] * arrives + (1 + arrives) * out[..., k]
         return found
 
 
@@ -103,8 +99,7 @@ def shared_out(blocks: Sequence[Sequence[float]], tokens: Tokens) -> list[Budget
     def weighed(plans: Tensor) -> tuple[Tensor, Tensor]:
         """The score and the cost of ``plans[..., blocks, 3]``."""
         own = laws.expand(*plans.shape, -1).gather(-1, plans.unsqueeze(-1)).squeeze(-1)
-        noise = factors.noise(own, 1 / rungs[plans] - 1)
-        score = noise.pow(WORST).mean(-1).pow(1 / WORST)
+        score = factors.noise(own).pow(WORST).mean(-1).pow(1 / WORST)
         # Attention has places for the usual number of queries, see ``Tokens.capacity``.
         places = torch.maximum(rungs[plans][..., 1], rungs[plans][..., 0] + QUERIES).clamp(max=1)
         budgets = torch.cat([rungs[plans], places.unsqueeze(-1)], -1)
@@ -191,7 +186,7 @@ class Shares:
         names = [name for name in self.states if name in self._expected]
         if together is not None:
             device, group = next(together.parameters()).device, together.process_group
-            means = mean_over_processes([self.blocks[name] for name in names], device, group)
+            means = mean_over_processes([self.blocks.get(n, NOTHING) for n in names], device, group)
             self.blocks = dict(zip(names, means, strict=True))
         finite = {n: b for n, b in self.blocks.items() if all(map(math.isfinite, b))}
         self.blocks = finite
