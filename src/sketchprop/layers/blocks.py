@@ -112,7 +112,9 @@ class SketchedBlock(SketchedModule):
         if not state.compiled or torch.compiler.is_compiling() or _leaves_a_graph():
             return self.call(*args, **kwargs)
         proves = state.proof is None and self.is_sketching() and _can_prove(args, kwargs)
-        if proves or not can_compile(self):
+        shares = state.shares is not None and state.shares.open  # backward will measure
+        # A compiled graph does not see a hook or a method that is put on a part later.
+        if proves or shares or any(map(watched, self.children())) or not can_compile(self):
             return self.call(*args, **kwargs)
         return run_compiled(self, *args, **kwargs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -24,20 +24,10 @@ def _compiled(kind: Any) -> Callable[..., Any]:
     # Called as a plain function of the module, weights are inputs: equal blocks share one graph.
     # How many rows are kept is rounded from shapes: these cannot be symbols.
     how: Any = {"recompile_limit": MOST_GRAPHS, "isolate_recompiles": True, "dynamic": False}
-    how["options"] = {"guard_filter_fn": _guards_of_the_block}
     if get_default_backend() == "inductor":
-        how["options"] |= QUICK
+        how["options"] = QUICK
     compiled: Callable[..., Any] = torch.compile(kind.call, fullgraph=True, **how)
     return compiled
-
-
-def _guards_of_the_block(guards: Sequence[Any]) -> list[bool]:
-    """What is looked at before each call: the block and its arguments, and hooks on all modules.
-
-    Half of all guards ask whether functions of libraries are still the same ones; they would take
-    as long as a tenth of a small step.
-    """
-    return [not guard.is_global or "hooks" in guard.name for guard in guards]
 
 
 def can_compile(block: Any) -> bool:
