@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -21,19 +22,36 @@ from stack_helpers import Z_LIMIT, batch, equal, gradients, largest_z, net
 DRAWS = 150
 
 
-def parallel(sketch: sp.Sketch | None = None, share: bool = True, **options: Any) -> Any:
-    """A wrapped network, and its shared draws."""
-    model = net(options.pop("dropout", 0.0))
-    if sketch is not None:
-        sp.sketch_(model, sketch, sp.select.everything)
-    wrapped = DistributedDataParallel(model, **options)
-    return wrapped, share_draws_(wrapped) if share else None
+def parallel(
+    sketch: sp.Sketch | None = None, module: nn.Module | None = None, **options: Any
+) -> Any:
+    """A wrapped copy of the module, and its shared draws if it is sketched."""
+    model = net() if module is None else deepcopy(module)
+    if sketch is None:
+        return DistributedDataParallel(model, **options), None
+    wrapped = DistributedDataParallel(sp.sketch_(model, sketch, sp.select.everything), **options)
+    return wrapped, share_draws_(wrapped)
 
 
-def step(model: nn.Module, seed: int, loss: Callable[[Tensor], Tensor] | None = None) -> Any:
+def entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def square(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out: Tensor = model(x).square()
+    return out.mean()
+
+
+def step(model: nn.Module, seed: int, loss: Callable[..., Tensor] = entropy) -> list[Tensor]:
     x, y = batch(seed=dist.get_rank() + 1)
-    f = (lambda: F.cross_entropy(model(x), y)) if loss is None else (lambda: loss(model(x)))
-    return gradients(model.parameters(), f, seed * 2 + dist.get_rank())
+    return gradients(model.parameters(), lambda: loss(model, x, y), seed * 2 + dist.get_rank())
+
+
+def mean_error(model: nn.Module, plain: nn.Module, loss: Callable[..., Tensor] = entropy) -> float:
+    """In standard errors, after a first step, which is dense."""
+    truth = step(plain, 0, loss)
+    step(model, 0, loss)
+    return largest_z(truth, lambda k: step(model, k + 1, loss), DRAWS)
 
 
 def trained(model: nn.Module) -> list[Tensor]:
@@ -45,17 +63,18 @@ def trained(model: nn.Module) -> list[Tensor]:
 
 
 def budget_one() -> dict[str, Any]:
+    own_draws = sp.sketch_(net(), sp.SampleMask(0.5), sp.select.everything)
     return {
-        "plain": trained(parallel(None, share=False, dropout=0.2)[0]),
-        "one": trained(parallel(sp.L1(1.0), dropout=0.2)[0]),
+        "plain": trained(parallel(None, net(dropout=0.2))[0]),
+        "one": trained(parallel(sp.L1(1.0), net(dropout=0.2))[0]),
         # Every layer is refused by the hook: then sharing changes nothing.
-        "own draws": trained(parallel(sp.SampleMask(0.5), share=False)[0]),
+        "own draws": trained(DistributedDataParallel(own_draws)),
         "refused": trained(parallel(sp.SampleMask(0.5))[0]),
     }
 
 
 def unbiased() -> dict[str, Any]:
-    truth = step(parallel(None, share=False)[0], 0)
+    truth = step(parallel()[0], 0)
     out: dict[str, Any] = {}
     for sketch in (sp.L1(0.3), sp.Diagonal(0.3), sp.ColumnMask(0.3)):
         model, shared = parallel(sketch)
@@ -69,37 +88,24 @@ def unbiased() -> dict[str, Any]:
 
 def wire_bytes() -> dict[str, Any]:
     """An MLP of width 256: a dense first step, then a tenth."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    sp.sketch_(model, sp.L1(0.1), sp.select.everything)
-    wrapped = DistributedDataParallel(model)
-    shared = share_draws_(wrapped)
+    model, shared = parallel(sp.L1(0.1), nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))))
     reports = []
     for _ in range(3):
-        wrapped.zero_grad()
-        wrapped(torch.randn(32, 256)).square().mean().backward()
+        model.zero_grad()
+        model(torch.randn(32, 256)).square().mean().backward()
         reports.append(shared.counter.take())
     return {"reports": reports, "exact": sum(p.nbytes for p in model.parameters())}
 
 
 def accumulation() -> dict[str, Any]:
     """Two micro-batches under no_sync share the step's draw: nothing strays, the mean is right."""
-    model, _ = parallel(sp.L1(0.3))
-    plain, _ = parallel(None, share=False)
 
-    def accumulated(m: Any, seed: int) -> list[Tensor]:
-        for p in m.parameters():
-            p.grad = None
-        torch.manual_seed(seed * 2 + dist.get_rank())
-        with m.no_sync():
-            x, y = batch(seed=dist.get_rank() + 5)
-            F.cross_entropy(m(x), y).backward()
-        x, y = batch(seed=dist.get_rank() + 1)
-        F.cross_entropy(m(x), y).backward()
-        return [p.grad.clone() for p in m.parameters()]
+    def accumulated(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        with model.no_sync():
+            entropy(model, *batch(seed=dist.get_rank() + 5)).backward()
+        return entropy(model, x, y)
 
-    accumulated(model, 0)
-    truth = accumulated(plain, 0)
-    return {"z": largest_z(truth, lambda k: accumulated(model, k), DRAWS)}
+    return {"z": mean_error(parallel(sp.L1(0.3))[0], parallel()[0], accumulated)}
 
 
 class Odd(nn.Module):
@@ -107,11 +113,8 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            names = ("twice", "regular", "tied", "also", "good")
-            for name in names:
-                self.add_module(name, nn.Linear(12, 12))
+        for name in ("twice", "regular", "tied", "also", "good"):
+            self.add_module(name, nn.Linear(12, 12))
         self.also.weight = self.tied.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,15 +124,10 @@ class Odd(nn.Module):
 
 
 def odd_uses() -> dict[str, Any]:
-    model = sp.sketch_(Odd(), sp.L1(0.3), sp.select.everything)
-    wrapped = DistributedDataParallel(model)
-    shared = share_draws_(wrapped)
-    plain = DistributedDataParallel(Odd())
+    odd = Odd()
+    model, shared = parallel(sp.L1(0.3), odd)
     before = shared.sharing()
-    loss = lambda out: out.square().mean()  # noqa: E731
-    truth = step(plain, 0, loss)
-    step(wrapped, 0, loss)
-    z = largest_z(truth, lambda k: step(wrapped, k + 1, loss), DRAWS)
+    z = mean_error(model, parallel(None, odd)[0], square)
     return {"before": before, "after": shared.sharing(), "z": z}
 
 
@@ -138,7 +136,7 @@ def surprises() -> dict[str, Any]:
     model, shared = parallel(sp.L1(0.3))
     step(model, 0)
     step(model, 1)
-    truth = step(parallel(None, share=False)[0], 0)
+    truth = step(parallel()[0], 0)
     with sp.exact(model):
         if dist.get_rank() == 1:
             shared.reduce_densely_once()
@@ -178,7 +176,7 @@ def not_finite() -> dict[str, Any]:
     step(model, 0)
     step(model, 1)
     bad = float("nan") if dist.get_rank() == 1 else 1.0
-    broken = step(model, 2, lambda out: (out[:, 0] * bad).mean())
+    broken = step(model, 2, lambda model, x, y: (model(x)[:, 0] * bad).mean())
     good = step(model, 3)
     finite = lambda grads: all(bool(g.isfinite().all()) for g in grads)  # noqa: E731
     return {"broken": [finite([g]) for g in broken], "good": finite(good)}
@@ -187,30 +185,17 @@ def not_finite() -> dict[str, Any]:
 def chained() -> dict[str, Any]:
     """The wrapped model called on its own output: its layers lie above themselves."""
 
-    def build() -> nn.Sequential:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            return nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+    def twice(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return square(model, model(x), y)
 
-    plain = DistributedDataParallel(build())
-    model = DistributedDataParallel(sp.sketch_(build(), sp.L1(0.3), sp.select.everything))
-    shared = share_draws_(model)
-
-    def grads(m: Any, seed: int) -> list[Tensor]:
-        x, _ = batch(seed=dist.get_rank() + 1)
-        seed = seed * 2 + dist.get_rank()
-        return gradients(m.parameters(), lambda: m(m(x)).square().mean(), seed)
-
-    truth = grads(plain, 0)
-    grads(model, 0)
-    z = largest_z(truth, lambda k: grads(model, k + 1), DRAWS)
+    module = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+    model, shared = parallel(sp.L1(0.3), module)
+    z = mean_error(model, parallel(None, module)[0], twice)
     # A model that was used once a step until now: the surprise is an error, not a bias.
-    late = DistributedDataParallel(sp.sketch_(build(), sp.L1(0.3), sp.select.everything))
-    share_draws_(late)
-    x, _ = batch(seed=dist.get_rank() + 1)
+    late, _ = parallel(sp.L1(0.3), module)
     for seed in range(2):
-        gradients(late.parameters(), lambda: late(x).square().mean(), seed)
-    return {"z": z, "sharing": shared.sharing(), "late": outcome(lambda: grads(late, 3))}
+        step(late, seed, square)
+    return {"z": z, "sharing": shared.sharing(), "late": outcome(lambda: step(late, 3, twice))}
 
 
 class Repeated(nn.Module):
@@ -218,9 +203,7 @@ class Repeated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.body = nn.Sequential(nn.Linear(12, 12), nn.Tanh())
+        self.body = nn.Sequential(nn.Linear(12, 12), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()
@@ -231,26 +214,10 @@ class Repeated(nn.Module):
 
 def checkpointed() -> dict[str, Any]:
     """Where a layer lies above itself in checkpoints, and where it does not."""
-    x, _ = batch(seed=dist.get_rank() + 1)
-
-    def grads(m: Any, seed: int) -> list[Tensor]:
-        seed = seed * 2 + dist.get_rank()
-        return gradients(m.parameters(), lambda: m(x.clone()).square().mean(), seed)
-
-    def wrapped(sketch: sp.Sketch | None) -> Any:
-        model = Repeated()
-        if sketch is not None:
-            sp.sketch_(model, sketch, sp.select.everything)
-        return DistributedDataParallel(model, static_graph=True)
-
-    model = wrapped(sp.L1(0.3))
-    shared = share_draws_(model)
-    truth = grads(wrapped(None), 0)
-    grads(model, 0)
-    return {
-        "z": largest_z(truth, lambda k: grads(model, k + 1), DRAWS),
-        "sharing": shared.sharing(),
-    }
+    module = Repeated()
+    model, shared = parallel(sp.L1(0.3), module, static_graph=True)
+    plain, _ = parallel(None, module, static_graph=True)
+    return {"z": mean_error(model, plain, square), "sharing": shared.sharing()}
 
 
 def joined() -> dict[str, Any]:
@@ -265,36 +232,29 @@ def joined() -> dict[str, Any]:
             step(model, seed)
             optimizer.step()
     finite = all(bool(p.isfinite().all()) for p in model.parameters())
-    plain, _ = parallel(None, share=False)
+    plain, _ = parallel()
     model.module.load_state_dict(plain.module.state_dict())
-    truth = step(plain, 0)
-    step(model, 0)
-    z = largest_z(truth, lambda k: step(model, k + 1), DRAWS)
+    z = mean_error(model, plain)
     shared.counter.take()
     last = step(model, 999)
-    return {
-        "finite": finite,
-        "z": z,
-        "kinds": set(shared.counter.take().kinds),
-        "last": last,
-    }
+    kinds = set(shared.counter.take().kinds)
+    return {"finite": finite, "z": z, "kinds": kinds, "last": last}
 
 
 def join_is_exact() -> dict[str, Any]:
     """Under join nothing is shared and nothing is lost: the mean is that of plain DDP."""
     model, _ = parallel(sp.L1(0.3))
-    plain, _ = parallel(None, share=False)
+    plain, _ = parallel()
     with plain.join():
         truth = step(plain, 0)
     with model.join():
-        z = largest_z(truth, lambda k: step(model, k), DRAWS)
-    return {"z": z}
+        return {"z": largest_z(truth, lambda k: step(model, k), DRAWS)}
 
 
 class Skips(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.skip = net(), False
+        self.net, self.skip = net(), dist.get_rank() == 1
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.net):
@@ -304,14 +264,8 @@ class Skips(nn.Module):
 
 def skipped_layer() -> dict[str, Any]:
     """With find_unused_parameters a rank may leave a layer out."""
-    model = sp.sketch_(Skips(), sp.L1(0.3), sp.select.everything)
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    plain = DistributedDataParallel(Skips(), find_unused_parameters=True)
-    share_draws_(wrapped)
-    model.skip = plain.module.skip = dist.get_rank() == 1
-    truth = step(plain, 0)
-    step(wrapped, 0)
-    return {"z": largest_z(truth, lambda k: step(wrapped, k + 1), DRAWS)}
+    model, _ = parallel(sp.L1(0.3), Skips(), find_unused_parameters=True)
+    return {"z": mean_error(model, parallel(None, Skips(), find_unused_parameters=True)[0])}
 
 
 CASES = (

@@ -30,24 +30,19 @@ def sketched(build: Callable[[], nn.Module], sketch: sp.Sketch) -> nn.Module:
     return sp.sketch_(build(), sketch, sp.select.everything)
 
 
-def in_two_passes(model: nn.Module, x: Tensor, G: Tensor) -> list[Tensor]:
-    for p in model.parameters():
-        p.grad = None
+def gradients(model: nn.Module, x: Tensor, G: Tensor, *, passes: int) -> list[Tensor | None]:
+    """dX and those of all parameters, in one pass or in two."""
+    model.zero_grad()
     x = x.detach().requires_grad_()
     torch.manual_seed(3)
     y = model(x)
-    grads, groups = stage_backward_input([y], [G], [x], model.parameters())
-    stage_backward_weight(model.parameters(), groups)
-    return [grads[0], *(p.grad for p in model.parameters())]
-
-
-def in_one_pass(model: nn.Module, x: Tensor, G: Tensor) -> list[Tensor]:
-    for p in model.parameters():
-        p.grad = None
-    x = x.detach().requires_grad_()
-    torch.manual_seed(3)
-    model(x).backward(G)
-    return [x.grad, *(p.grad for p in model.parameters())]
+    if passes == 1:
+        y.backward(G)
+        dX = x.grad
+    else:
+        (dX,), groups = stage_backward_input([y], [G], [x], model.parameters())
+        stage_backward_weight(model.parameters(), groups)
+    return [dX, *(p.grad for p in model.parameters())]
 
 
 @NETS
@@ -59,7 +54,7 @@ def test_both_passes_use_one_draw(build, shape, last) -> None:
     if last and x.dim() == 4:
         x = x.to(memory_format=torch.channels_last)
     G = torch.randn_like(model(x))
-    for one, two in zip(in_one_pass(model, x, G), in_two_passes(model, x, G), strict=True):
+    for one, two in zip(*(gradients(model, x, G, passes=n) for n in (1, 2)), strict=True):
         assert torch.equal(one, two)
 
 
@@ -98,26 +93,24 @@ def test_kept_tokens_are_drawn_once_for_both_passes(first) -> None:
     model = nn.Sequential(Attending(), block(first, Gated()), block(first, nn.Identity()))
     x = torch.randn(3, 10, 8)
     G = torch.randn_like(model(x))
-    for one, two in zip(in_one_pass(model, x, G), in_two_passes(model, x, G), strict=True):
+    for one, two in zip(*(gradients(model, x, G, passes=n) for n in (1, 2)), strict=True):
         torch.testing.assert_close(one, two)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["norm first", "norm last"])
-def test_kept_tokens_are_drawn_anew_for_the_same_question(first) -> None:
-    model = block(first, nn.Identity())
-    x = torch.randn(3, 10, 8, requires_grad=True)
-    y = model(x)
-    G = torch.randn_like(y)
-    ask = lambda: torch.autograd.grad(y, x, G, retain_graph=True)[0]  # noqa: E731
-    assert not torch.equal(ask(), ask())
-
-
-@NETS
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: sketched(linear_net, sp.L1(0.25)), (16, 12)),
+        (lambda: sketched(conv_net, sp.L1(0.25)), (4, 3, 6, 6)),
+        (lambda: block(True, nn.Identity()), (3, 10, 8)),
+        (lambda: block(False, nn.Identity()), (3, 10, 8)),
+    ],
+    ids=["linear", "conv", "norm first", "norm last"],
+)
 def test_the_same_question_twice_is_drawn_anew(build, shape) -> None:
     """Only what a pass left over comes from its draw: repeated draws stay independent."""
-    model = sketched(build, sp.L1(0.25))
     x = torch.randn(shape, requires_grad=True)
-    y = model(x)
+    y = build()(x)
     G = torch.randn_like(y)
     ask = lambda: torch.autograd.grad(y, x, G, retain_graph=True)[0]  # noqa: E731
     assert not torch.equal(ask(), ask())

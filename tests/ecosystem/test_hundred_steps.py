@@ -20,7 +20,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +28,6 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 import sketchprop as sp
 from distributed_helpers import of, run_once
-from sketchprop.distributed import SketchedPipelineStage
 from sketchprop.integrations.lightning import SketchCallback as LightningCallback
 from sketchprop.integrations.transformers import SketchCallback as TransformersCallback
 from sketchprop.sketches import ForwardRows
@@ -230,32 +228,8 @@ def fsdp() -> dict[str, Any]:
     return both(wrap)
 
 
-def pipeline() -> dict[str, Any]:
-    rank = dist.get_rank()
-    one = sp.L1(1.0)
-
-    def run(sketched: bool) -> list[Tensor]:
-        whole = net()
-        stage = whole[:3] if rank == 0 else whole[3:]
-        device = torch.device("cpu")
-        if sketched:
-            sp.sketch_(stage, one, sp.select.everything)
-            built: Any = SketchedPipelineStage(stage, rank, 2, device, sketch=one)
-        else:
-            built = PipelineStage(stage, rank, 2, device)
-        schedule = Schedule1F1B(built, 2, loss_fn=F.cross_entropy)
-        optimizer = torch.optim.AdamW(stage.parameters(), 0.01)
-        for step in range(STEPS):
-            x, y = rows(rows=8, seed=step)
-            schedule.step(*((x,) if rank == 0 else ()), target=y if rank else None)
-            optimizer.step()
-            optimizer.zero_grad()
-        return state_of(stage)
-
-    return {"plain": run(False), "found": run(True)}
-
-
-CASES = (ddp, fsdp, pipeline)
+CASES = (ddp, fsdp)
+"""Pipelines have their hundred steps in ``test_distributed_pipeline``."""
 
 
 @pytest.fixture(scope="module")
@@ -268,4 +242,4 @@ def test_two_processes_train_bitwise_like_the_plain_model(results: Any, case: An
     start = copy.deepcopy(state_of(vit()))
     for record in of(results, case):
         assert equal(record["plain"], record["found"])
-        assert case is pipeline or not equal(record["plain"], start)
+        assert not equal(record["plain"], start)

@@ -1,5 +1,7 @@
 """Rows drawn by importance: the laws, the units, a sketch of the kept rows."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -177,6 +179,18 @@ def test_a_frozen_weight_and_a_stack(by, unit):
         assert (kept.any(-1) == kept.all(-1)).all()
     else:
         assert (kept.sum((1, 2)) == 6).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("by", RULES)
+@pytest.mark.parametrize("unit", ["sample", "token"])
+def test_a_non_finite_gradient_is_never_hidden(unit, by, bad):
+    G, W, X = layer(12, 5, 4)
+    G[7, 2] = bad
+    for _ in range(20):
+        vjp = Vjp(G, W, X, Samples(1, 4, 3))
+        drawn = sp.Rows(2, by=by, unit=unit)(vjp)
+        assert all(not part.isfinite().all() for part in products(drawn, W, X))
 
 
 def test_a_gate_keeps_whole_samples():
