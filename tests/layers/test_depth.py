@@ -49,6 +49,10 @@ def budgets(model: nn.Module) -> list[Any]:
     return [(m.sketch.budget, m.sketch.query_budget, m.sketch.key_budget) for m in blocks]
 
 
+def loss_fn(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
 def numbers(fill: float, felt: float = 1.0, through: float = 1.0) -> list[float]:
     fills = [fill * (1 / b - 1) for b in RUNGS]
     return [*fills, *(0.1, 0.02, 0.02), *(0.1, 0.02, 0.02), felt, through, *(8.0, 2.0, 2.0, 1.0)]
@@ -104,7 +108,7 @@ def test_unequal_budgets_are_unbiased() -> None:
     step(model)
     assert len(set(budgets(model))) > 1
     x, labels = torch.randn(4, 20, 16), torch.randint(3, (4,))
-    report = sp.check_unbiased(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, labels))
+    report = sp.check_unbiased(model, loss_fn, (x, labels))
     assert report.ok
 
 
@@ -144,6 +148,33 @@ def test_what_cannot_be_measured_stays_even(case: str) -> None:
     else:
         model(x).sum().backward()
     assert {m.sketch for m in model.encoder.layers} == {tokens}  # type: ignore[union-attr]
+
+
+def test_measure_shares_first_and_tells_the_noise_by_block() -> None:
+    model = FirstToken()
+    batches = [(torch.randn(4, 20, 16), torch.randint(3, (4,))) for _ in range(3)]
+    report = sp.measure(model, loss_fn, batches, Tokens(0.3), draws=2, rounds=0, split=False)
+    names = [f"encoder.layers.{k}" for k in range(4)]
+    assert [felt.layer for felt in report.variance.felt] == [*names, "elsewhere"]
+    assert report.variance.worst in report.variance.felt[:-1]
+    assert report.variance.felt[-1].share < 1e-6  # the head is exact
+
+
+def test_a_tuner_moves_the_mean_and_measures_the_shares() -> None:
+    def tuned() -> tuple[nn.Module, sp.Tuner]:
+        model = sp.sketch_(FirstToken(), Tokens(0.3))
+        clock = iter(range(10**6)).__next__
+        return model, sp.Tuner(model, loss_fn, share=1.0, start=0.25, clock=clock)
+
+    model, tuner = tuned()
+    assert len(tuner.groups) == 1
+    batch = torch.randn(8, 20, 16), torch.randint(3, (8,))
+    entries = [tuner(batch) for _ in range(12)]
+    assert any(entries)
+    assert len(shares_of(model)) == 4
+    again, resumed = tuned()
+    resumed.load_state_dict(tuner.state_dict())
+    assert budgets(again) == budgets(model)
 
 
 def test_compiled_after_a_first_step_it_compiles_once() -> None:
