@@ -18,7 +18,7 @@ from benchmarks.device_table import check_device
 from benchmarks.results import FOLDER
 from benchmarks.timing import CPU
 from benchmarks.tuner import CASES, tuner
-from sketchprop.core import native
+from sketchprop.core import probabilities
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +93,7 @@ def test_launches_of_a_backward_pass_stay_below_their_bound():
     size = launches.MODELS["ViT 96 × 4, 16 × 64 tokens"]
     exact, kept = (launches.eager(*size.prepared(s, CPU)) for s in (None, launches.SKETCH))
     assert kept.forward <= exact.forward
-    bound = launches.BOUND if native._C is None else launches.BOUND_IN_C
+    bound = launches.BOUND if probabilities._C is None else launches.BOUND_IN_C
     assert exact.backward < kept.backward <= bound
 
 

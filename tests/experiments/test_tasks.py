@@ -120,7 +120,7 @@ def test_a_small_task_needs_no_file_and_trains(name, no_files):
     assert found["diverged_epoch"] == 0
     assert found["loss_curve"][0] > 0
     frozen = [n for n, p in trainer.model.named_parameters() if not p.requires_grad]
-    assert bool(frozen) == (name in ("mrpc", "sst2", "sst2-padded"))
+    assert bool(frozen) == (name in ("documents", "mrpc", "sst2", "sst2-padded"))
 
 
 @pytest.mark.parametrize("name", ["yields", "mrpc", "sst2", "gpt"])

@@ -5,16 +5,25 @@ Solves the convex program of the paper (eq. convex_program)
     min Σ wᵢ/pᵢ   subject to   Σ pᵢ = r,  0 < pᵢ ≤ 1
 
 whose solution is water-filling: pᵢ = min(1, √wᵢ/√λ).
+
+Draws in C: at small batches a draw's thirty operations cost more to call than to compute, so that
+water-filling and systematic sampling are operations of torch too, with a kernel for the CPU. It is
+plain C (``draw.c``), built with the wheel where there is a compiler; without it, on other devices,
+in traces and in compiled graphs the torch code runs, which is also what tests compare it with.
+Registered with torch, so that profilers and traces see the calls.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import native
 from .checks import check_rank
 
 
@@ -56,8 +65,8 @@ def optimal_probabilities(weights: Tensor, rank: float) -> Tensor:
 def water_fill(roots: Tensor, rank: float) -> Tensor:
     """p* from the roots √wᵢ of the weights, unchecked, in float64, as sampling wants it."""
     n = roots.shape[-1]
-    if rank < n and native.applies(roots):
-        return native.fill(roots, rank)
+    if rank < n and in_c(roots):
+        return fill_in_c(roots, rank)
     root = roots.to(wide_dtype(roots))
     if rank >= n:
         return torch.ones_like(root) + 0 * root  # 0·w: a non-finite weight stays visible
@@ -84,8 +93,8 @@ def capped_fill(roots: Tensor, rank: int, capacity: int) -> Tensor:
     """
     # Just below the capacity: rounding in the sums of p must not add one more.
     most = capacity - 1e-9
-    if native.applies(roots):
-        return native.capped_fill(roots, rank, most)
+    if in_c(roots):
+        return capped_fill_in_c(roots, rank, most)
     share = water_fill(roots.flatten(), rank).view_as(roots).sum(-1)
     share = most * water_fill(share, rank / most)
     T = roots.shape[-1]
@@ -102,3 +111,78 @@ def _filled(root: Tensor, level: Tensor) -> Tensor:
     """min(1, √w/√λ), the stand-ins of zeros back to zero; NaN stays."""
     tiny = torch.finfo(root.dtype).tiny
     return torch.threshold_((root / level).clamp_(max=1.0), tiny**0.75, 0.0)
+
+
+_OPERATIONS: Any = torch.library.Library("sketchprop", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _load() -> ctypes.CDLL | None:
+    path = Path(__file__).with_name("_draw.so")
+    try:
+        library = ctypes.CDLL(str(path)) if path.exists() else None
+    except OSError:  # built for another machine
+        return None
+    address, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    for name, types in (
+        ("fill", [address, size, size, number]),
+        ("capped_fill", [address, address, size, size, number, number]),
+        ("systematic", [address, address, size, size, size, address, address]),
+    ):
+        if library is not None:
+            function = getattr(library, f"sketchprop_{name}")
+            function.argtypes, function.restype = types, None
+    return library
+
+
+_C: Any = _load()
+"""What was built of ``draw.c``, or ``None``."""
+
+
+def in_c(*tensors: Tensor) -> bool:
+    """Whether the kernels can be called for these: numbers in the memory of the CPU."""
+    if _C is None or torch.compiler.is_compiling():
+        return False
+    real = all(type(t) is Tensor and t.device.type == "cpu" for t in tensors)
+    return real and not torch._C._are_functorch_transforms_active()
+
+
+def _fill(roots: Tensor, rank: float) -> Tensor:
+    p, n = _wide_copy(roots), roots.shape[-1]
+    _C.sketchprop_fill(p.data_ptr(), p.numel() // n, n, rank)
+    return p
+
+
+def _capped_fill(roots: Tensor, rank: float, most: float) -> Tensor:
+    p, (N, T) = _wide_copy(roots), roots.shape
+    room = p.new_empty(N * (T + 1))
+    _C.sketchprop_capped_fill(p.data_ptr(), room.data_ptr(), N, T, rank, most)
+    return p
+
+
+def _systematic(p: Tensor, u: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    p, u, n = p.contiguous(), u.contiguous(), p.shape[-1]
+    index = torch.empty(*p.shape[:-1], rank, dtype=torch.int64)
+    scale = torch.empty(index.shape, dtype=torch.float64)
+    sizes = (p.numel() // n, n, rank)
+    _C.sketchprop_systematic(p.data_ptr(), u.data_ptr(), *sizes, index.data_ptr(), scale.data_ptr())
+    return index, scale
+
+
+def _wide_copy(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=torch.float64).copy_(x)
+
+
+for _schema, _kernel in (
+    ("fill(Tensor roots, float rank) -> Tensor", _fill),
+    ("capped_fill(Tensor roots, float rank, float most) -> Tensor", _capped_fill),
+    ("systematic(Tensor p, Tensor u, int rank) -> (Tensor, Tensor)", _systematic),
+):
+    _OPERATIONS.define(_schema)
+    _OPERATIONS.impl(_schema.partition("(")[0], _kernel, "CPU")
+
+fill_in_c: Callable[[Tensor, float], Tensor] = torch.ops.sketchprop.fill.default
+capped_fill_in_c: Callable[[Tensor, float, float], Tensor] = (
+    torch.ops.sketchprop.capped_fill.default
+)
+systematic_in_c: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+systematic_in_c = torch.ops.sketchprop.systematic.default

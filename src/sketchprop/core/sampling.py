@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import native
 from .checks import check_rank
-from .probabilities import wide_dtype
+from .probabilities import in_c, systematic_in_c, wide_dtype
 from .vjp import CompactGradient, Vjp
 
 Uniforms = Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -44,8 +43,8 @@ def draw(
     """
     if sampling == "fixed":
         u = uniforms(p, tuple(p.shape[:-1]))
-        if rank < p.shape[-1] and u.shape == p.shape[:-1] and native.applies(p, u):
-            return native.systematic(p, u, int(rank))
+        if rank < p.shape[-1] and u.shape == p.shape[:-1] and in_c(p, u):
+            return systematic_in_c(p, u, int(rank))
         index = systematic(p, u, int(rank))
         return index, take(p, index).reciprocal()
     kept = sample_independent(p, uniforms(p, tuple(p.shape)))

@@ -112,9 +112,10 @@ class SketchedBlock(SketchedModule):
         if not state.compiled or torch.compiler.is_compiling() or _leaves_a_graph():
             return self.call(*args, **kwargs)
         proves = state.proof is None and self.is_sketching() and _can_prove(args, kwargs)
-        shares = state.shares is not None and state.shares.open  # backward will measure
+        measures = state.shares is not None and state.shares.open and _can_prove(args, kwargs)
         # A compiled graph does not see a hook or a method that is put on a part later.
-        if proves or shares or any(map(watched, self.children())) or not can_compile(self):
+        changed = any(map(watched, vars(self)["_modules"].values()))
+        if proves or measures or changed or not can_compile(self):
             return self.call(*args, **kwargs)
         return run_compiled(self, *args, **kwargs)
 
@@ -136,7 +137,7 @@ class SketchedBlock(SketchedModule):
                 warnings.warn(f"{type(self).__name__} stays exact: {state.proof}", stacklevel=2)
                 return plain(*args, **kwargs)
         y = self.run(call, state.sketch)
-        if not torch.compiler.is_compiling() and state.shares is not None and state.shares.open:
+        if state.shares is not None and state.shares.open and _can_prove(args, kwargs):
             state.shares.watch(self, y, args, kwargs)
         return self.result(y, *args, **kwargs)
 

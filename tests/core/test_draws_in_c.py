@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sketchprop.core import native
+from sketchprop.core import probabilities
 from sketchprop.core.probabilities import capped_fill, water_fill
 from sketchprop.core.sampling import draw
 
-pytestmark = pytest.mark.skipif(native._C is None, reason="built without a compiler")
+pytestmark = pytest.mark.skipif(probabilities._C is None, reason="built without a compiler")
 
 
 def both(monkeypatch, f):
     ours = f()
     with monkeypatch.context() as patched:
-        patched.setattr(native, "_C", None)
+        patched.setattr(probabilities, "_C", None)
         return ours, f()
 
 
