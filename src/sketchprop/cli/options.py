@@ -24,17 +24,15 @@ MINE = """\
 --model mycode:make, a function of yours: make() returns (model, loss_fn, batches), or these and an
 optimizer; loss_fn(model, batch) is a scalar; of batches, a list or a loader, the first are taken"""
 
-PICTURES = (".png", ".pdf", ".svg")
-
 _TASK = "--model=mlp --batch-size --device"
 _TRAINING = "--steps --optimizer --learning-rate --batches"
 _NOISE = f"--planner {_TRAINING} --draws --no-split --rounds=7 --minutes"
 
 COMMANDS: Mapping[Callable[..., int], str] = {
-    run_advise: f"{_TASK} {_TRAINING} --minutes=2 --same-batch --compile --trial --plot",
+    run_advise: f"{_TASK} {_TRAINING} --minutes=2 --same-batch --compile --trial",
     run_check: "sketches --planner --model --batch-size --device --draws --verbose",
-    run_measure: f"{_TASK} --sketch {_NOISE} --plot",
-    run_plan: f"{_TASK} --sketch --rounds=15 --plot",
+    run_measure: f"{_TASK} --sketch {_NOISE}",
+    run_plan: f"{_TASK} --sketch --rounds=15",
     run_report: f"{_TASK} --sketch {_NOISE} --output --title",
 }
 """What runs a command, and the options that it takes; ``--x=y`` sets a default. The docstring is
@@ -127,7 +125,6 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
         const=5.0,
         metavar="MINUTES",
     ),
-    "--plot": _option(f"a picture: {', '.join(PICTURES)}", **_FILE),
     "--output": _option("where the page goes", default="sketchprop-report.html", **_FILE),
     "--title": _option("the page's heading (the model's name)"),
     "--verbose": _switch("show what is unbiased too"),
