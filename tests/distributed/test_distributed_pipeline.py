@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 
 import sketchprop as sp
 from distributed_helpers import block, data, of, outcome, run_once
-from sketchprop.distributed import SketchedPipelineStage, WireCounter, sketch_stage_
+from sketchprop.distributed import WireCounter, sketch_stage_
 from sketchprop.sketches import Every, Planner
 from stack_helpers import Z_LIMIT, equal, largest_z
 
@@ -46,9 +46,7 @@ def plain(module: nn.Module, index: int, count: int) -> PipelineStage:
 
 
 def sketched(sketch: sp.Sketch, counter: WireCounter | None = None) -> Build:
-    return lambda module, index, count: SketchedPipelineStage(
-        module, index, count, CPU, sketch=sketch, counter=counter
-    )
+    return lambda *place: sketch_stage_(plain(*place), sketch, counter)
 
 
 class Pipe:

@@ -29,7 +29,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 import sketchprop as sp
 from distributed_helpers import of, run_once
-from sketchprop.distributed import SketchedPipelineStage
+from sketchprop.distributed import sketch_stage_
 from sketchprop.integrations.lightning import SketchCallback as LightningCallback
 from sketchprop.integrations.transformers import SketchCallback as TransformersCallback
 from sketchprop.sketches import ForwardRows
@@ -240,9 +240,9 @@ def pipeline() -> dict[str, Any]:
         device = torch.device("cpu")
         if sketched:
             sp.sketch_(stage, one, sp.select.everything)
-            built: Any = SketchedPipelineStage(stage, rank, 2, device, sketch=one)
-        else:
-            built = PipelineStage(stage, rank, 2, device)
+        built = PipelineStage(stage, rank, 2, device)
+        if sketched:
+            sketch_stage_(built, one)
         schedule = Schedule1F1B(built, 2, loss_fn=F.cross_entropy)
         optimizer = torch.optim.AdamW(stage.parameters(), 0.01)
         for step in range(STEPS):

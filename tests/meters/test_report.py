@@ -165,12 +165,9 @@ def test_a_chart_of_odd_numbers_and_names_can_be_drawn(value):
     Page(as_svg(BarChart(odd, ("exact",))))
 
 
-@pytest.mark.parametrize(
-    ("package", "remedy"), [("matplotlib", r"sketchprop\[cli\]"), ("jinja2", "jinja2")]
-)
-def test_what_is_not_installed_is_named(reports, monkeypatch, package, remedy):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=f"pip install '?{remedy}"):
+def test_what_is_not_installed_is_named(reports, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'sketchprop\[cli\]"):
         html_report(reports[0])
 
 

@@ -170,7 +170,7 @@ def run_report(options: Namespace) -> int:
         "seed": str(options.seed),
         **setup_facts(task.device),
     }
-    title = options.title or f"{options.model}: does sketching pay?"
+    title = f"{options.model}: does sketching pay?"
     page = html_report(measured, plans, title=title, facts=facts)
     Path(options.output).write_text(page, encoding="utf-8")
     if options.json:

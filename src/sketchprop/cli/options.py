@@ -33,7 +33,7 @@ COMMANDS: Mapping[Callable[..., int], str] = {
     run_check: "sketches --planner --model --batch-size --device --draws --verbose",
     run_measure: f"{_TASK} --sketch {_NOISE}",
     run_plan: f"{_TASK} --sketch --rounds=15",
-    run_report: f"{_TASK} --sketch {_NOISE} --output --title",
+    run_report: f"{_TASK} --sketch {_NOISE} --output",
 }
 """What runs a command, and the options that it takes; ``--x=y`` sets a default. The docstring is
 the command's help: its question, what it does, and examples."""
@@ -126,7 +126,6 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
         metavar="MINUTES",
     ),
     "--output": _option("where the page goes", default="sketchprop-report.html", **_FILE),
-    "--title": _option("the page's heading (the model's name)"),
     "--verbose": _switch("show what is unbiased too"),
     "--json": _option(
         "the whole report as JSON, to FILE, or instead of the tables", nargs="?", const="-", **_FILE
