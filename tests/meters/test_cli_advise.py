@@ -1,4 +1,4 @@
-"""sketchprop advise: the answer first, an optimizer, a trial, a picture, a device."""
+"""sketchprop advise: the answer first, an optimizer, a trial."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_the_optimizer_of_the_factory_or_one_by_name_gives_the_metric(run, mine)
 
 
 def test_a_trial_says_who_is_ahead(run, mine):
-    options = ("--minutes", "0.05", "--trial", "0.05", "--device", "cpu")
+    options = ("--minutes", "0.05", "--trial", "0.05")
     code, out, _ = run("advise", "--model", f"{mine}:with_optimizer", *options)
     assert code in (0, 1)
     assert "Tried: half of the batch is" in out

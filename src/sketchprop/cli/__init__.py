@@ -7,8 +7,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from ..report.pictures import require_matplotlib
 from .commands import CRASH, FINE, STOPPED, USAGE
 from .expressions import UsageError
@@ -24,8 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(words)
     options.words = words
-    if options.threads:
-        torch.set_num_threads(options.threads)
     try:
         _check_files(options)
         return int(options.run(options))

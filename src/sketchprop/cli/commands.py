@@ -20,9 +20,9 @@ from ..layers.transform import sketch_
 from ..meters import MeasureReport, advise, check_unbiased, measure, plan, trial
 from ..report import html_report, setup_facts
 from ..sketches import AnySketch
-from .expressions import UsageError, parse_planner, parse_sketch, parse_sketches
+from .expressions import UsageError, parse_sketch, parse_sketches
 from .show import Progress, complain, say, write_json
-from .tasks import Task, find_device, load_task
+from .tasks import Task, load_task
 
 FINE, NO, USAGE, CRASH, STOPPED = 0, 1, 2, 3, 130
 """Exit codes; 130 is what a shell gives for Ctrl-C."""
@@ -43,7 +43,7 @@ def run_advise(options: Namespace) -> int:
     """
     if options.compile and options.trial:
         raise UsageError("--trial trains uncompiled; leave out --compile")
-    task = _task(options)
+    task = load_task(options.model, options.batch_size, options.seed)
     with _trained(options, task) as (batches, line):
         line.stage("trying what fits")
         model, loss_fn, optimizer = task.model, task.loss_fn, task.optimizer
@@ -77,12 +77,11 @@ def run_check(options: Namespace) -> int:
     """
     if options.model is None:
         sketches = [parse_sketch(text) for text in options.sketches]
-        how = {"planner": parse_planner(options.planner), "draws": options.draws}
-        reports = [check_unbiased(sketch, **how) for sketch in sketches]
+        reports = [check_unbiased(sketch, draws=options.draws) for sketch in sketches]
     else:
         choice = parse_sketches(options.sketches)
-        task = _task(options)
-        sketch_(task.model, choice, planner=parse_planner(options.planner))
+        task = load_task(options.model, options.batch_size, options.seed)
+        sketch_(task.model, choice)
         (batch,) = task.take(1)
         how = {"draws": options.draws, "seed": options.seed}
         reports = [check_unbiased(task.model, task.loss_fn, batch, **how)]
@@ -109,7 +108,7 @@ def run_measure(options: Namespace) -> int:
       sketchprop measure --model mlp --steps 469 --sketch '0=L1(0.1)'     only the first layer
     """
     choice = parse_sketches(options.sketches)
-    task = _task(options)
+    task = load_task(options.model, options.batch_size, options.seed)
     with _calm(task.device), _trained(options, task) as (batches, line):
         report = _measure(options, task, batches, choice, line)
     _finish(options, report)
@@ -128,7 +127,7 @@ def run_plan(options: Namespace) -> int:
       sketchprop plan --model mycode:make --sketch 'Rows(0.3)'
     """
     sketch = parse_sketch(options.sketches[0])
-    task = _task(options)
+    task = load_task(options.model, options.batch_size, options.seed)
     (batch,) = task.take(1)
     with _calm(task.device):
         report = plan(task.model, task.loss_fn, batch, sketch=sketch, rounds=options.rounds)
@@ -152,7 +151,7 @@ def run_report(options: Namespace) -> int:
     """
     choice = parse_sketches(options.sketches)
     sketches = [s for s in choice.values() if s] if isinstance(choice, dict) else [choice]
-    task = _task(options)
+    task = load_task(options.model, options.batch_size, options.seed)
     with _calm(task.device), _trained(options, task) as (batches, line):
         plans = []
         for sketch in dict.fromkeys(sketches):
@@ -180,12 +179,6 @@ def run_report(options: Namespace) -> int:
         size = len(page.encode()) / 1e3
         say(f"report: {options.output} ({size:.0f} kB, opens in any browser)")
     return FINE if measured.pays else NO
-
-
-def _task(options: Namespace) -> Task:
-    device = find_device(options.device) if options.device else None
-    task = load_task(options.model, options.batch_size, options.seed)
-    return task if device is None else task.to(device)
 
 
 @contextmanager
@@ -226,8 +219,8 @@ def _measure(
 ) -> MeasureReport:
     line.stage("measuring: variance, FLOPs, saved bytes, times")
     how = {name: getattr(options, name) for name in ("draws", "rounds", "seed", "minutes")}
-    how |= {"planner": parse_planner(options.planner), "progress": line.share}
-    return measure(task.model, task.loss_fn, batches, sketch, split=not options.no_split, **how)
+    how |= {"split": not options.no_split, "progress": line.share}
+    return measure(task.model, task.loss_fn, batches, sketch, **how)
 
 
 def _finish(options: Namespace, report: Report) -> None:
