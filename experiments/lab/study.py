@@ -25,7 +25,7 @@ from .figures import draw_figure, order
 from .machine import Machine, seconds_of
 from .pages import write_page
 from .selection import PointResult, Results
-from .store import DATABASE, Row, Schema, Store, read_rows, table_path, write_table
+from .store import Row, Schema, Store, read_rows, rows_so_far, table_path, write_table
 from .sweep import (
     Cell,
     Figures,
@@ -238,8 +238,7 @@ class SweepStudy(Study):
         return self.finish(written, out, {**facts, **self.facts(reading)})
 
     def plan(self, points: Sequence[Point], out: Path, workers: int, machine: Machine) -> str:
-        stored = (out / DATABASE).is_file() or table_path(out).is_file()
-        rows = read_rows(out, self.schema) if stored else []
+        rows = rows_so_far(out, self.schema)
         jobs = missing_jobs(points, rows, machine=machine)
         scores = {row["run"]: row["validation_accuracy"] for row in rows}
         later = [Run(p.cell, 0, seed) for p in points for seed in waiting_seeds(p, scores)]

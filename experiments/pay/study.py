@@ -15,7 +15,7 @@ from sketchprop.core.allocator import keep_pages
 from ..lab import ExperimentError
 from ..lab.engine import Job, in_processes, progress_lines, run_sweep
 from ..lab.pages import read_json, write_csv, write_json
-from ..lab.store import DATABASE, Row, Store, read_rows, table_path, write_table
+from ..lab.store import Store, rows_so_far, write_table
 from ..lab.study import Study, schema_of
 from ..lab.sweep import checked
 from .choices import Decisions, choices_table, missing_jobs, read_choices, write_choices
@@ -89,7 +89,12 @@ class PayStudy(Study):
                 return 0
         choices = read_choices(out)
         outcomes = {
-            c.task: Outcome(c, read_json(out / c.task / TIMES)["costs"], _rows(out, c), choices)
+            c.task: Outcome(
+                c,
+                read_json(out / c.task / TIMES)["costs"],
+                rows_so_far(out / c.task, SCHEMA),
+                choices,
+            )
             for c in every
             if (out / c.task / TIMES).is_file()
         }
@@ -148,7 +153,7 @@ def _plan(contest: Contest, folder: Path) -> str:
         return f"{contest.task}: steps are timed, nothing is trained\n"
     if not (folder / TIMES).is_file():
         return f"{contest.task}: nothing is stored; steps are timed first\n"
-    times, rows = read_json(folder / TIMES), _rows(folder.parent, contest)
+    times, rows = read_json(folder / TIMES), rows_so_far(folder, SCHEMA)
     decisions = Decisions(contest, times["costs"], rows)
     seconds, missing = times["seconds"][f"/{contest.middle}"], decisions.missing()
     hours = seconds * sum(Job((run,)).cost for run in missing) / 3600
@@ -157,13 +162,6 @@ def _plan(contest: Contest, folder: Path) -> str:
     stored = f"{len(rows)} runs stored ({done:.2f} core-hours)"
     told = f"{contest.task}: {stored}, {len(missing)} missing ({hours:.2f} core-hours){more}\n"
     return f"{told}\n{choices_table(decisions.choices())}\n\n"
-
-
-def _rows(out: Path, contest: Contest) -> list[Row]:
-    """Also those of a clone, which has only the table."""
-    folder = out / contest.task
-    stored = (folder / DATABASE).is_file() or table_path(folder).is_file()
-    return read_rows(folder, SCHEMA) if stored else []
 
 
 PAY = PayStudy(

@@ -16,7 +16,7 @@ from sketchprop.tuning.rule import LADDER
 from ..lab import ExperimentError
 from ..lab.checkpoints import State
 from ..lab.problem import Problem
-from ..lab.trainer import Batch
+from ..lab.trainer import Batch, Control
 from ..methods import make_sketch
 from ..noise.study import Plain, default
 from ..vcas import VCASController
@@ -119,14 +119,8 @@ def find_way(name: str) -> Way:
     return WAYS[name]
 
 
-class Steps(Protocol):
+class Steps(Control, Protocol):
     """A ``Control`` with a story to tell."""
-
-    def before(self, batch: Batch) -> float: ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: State) -> None: ...
 
     @property
     def story(self) -> list[Any]:
