@@ -177,8 +177,7 @@ class NoiseStudy(MeasuredStudy):
         found: dict[str, Any] = {"task": task.name, "title": problem.title, "machine": made_on(),
                                  "shape": _shape(task, problem, settings.batches),
                                  "sigma2": {}, "noise": {}}  # fmt: skip
-        if stored.is_file():
-            found.update(read_json(stored))
+        found.update(read_json(stored, {}))
         asked: list[Point] = [default(p) for p in options.rows]
         for points in (asked,) if asked else settings.rounds:
             for step, model in trajectory(problem, settings.steps(task), task.rate, out):

@@ -111,8 +111,7 @@ class PayStudy(Study):
         """Times all that was not timed, trains what was not trained of the ways asked for, and
         stores what was chosen on the way."""
         folder = out / contest.task
-        stored = (folder / TIMES).is_file() and not options.times
-        known = read_json(folder / TIMES) if stored else {}
+        known = {} if options.times else read_json(folder / TIMES, {})
         if missing_kinds(contest, known):
             known = measure_times(contest, known, options.seconds, options.quiet)
         write_json(folder / TIMES, {**known, "saved": measure_memory(contest, known)})
@@ -141,9 +140,7 @@ def _earnest(outcome: Outcome, folder: Path, quiet: bool) -> None:
     """Where there is a winner, the clock is asked too."""
     winner = best(outcome)
     if winner is not None and winner[1].value <= 1:
-        path = folder / EARNEST
-        known = read_json(path) if path.is_file() else {}
-        keep = partial(write_json, path)
+        known, keep = read_json(folder / EARNEST, {}), partial(write_json, folder / EARNEST)
         run_in_earnest(outcome, winner[0], winner[1].value, known, quiet, keep)
 
 

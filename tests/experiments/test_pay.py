@@ -277,7 +277,7 @@ def test_ratios_are_taken_round_by_round_and_only_what_is_missing_is_timed():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('task = "chess"', "task 'chess' is unknown; use one of gpt"),
+        ('task = "chess"', "task 'chess' is unknown; use one of documents"),
         ('task = "vit"\nways = ["l3"]', "way 'l3' is unknown; use some of exact"),
         ('task = "vit"\nrates = [0.1]', "give five, falling"),
         ('task = "vit"\nlength = 0', "length, batches and the way 'exact' are needed"),

@@ -54,10 +54,10 @@ class SketchedBoundary(ABC):  # as torch's stages: only a like layout can become
     """Draws so far: it goes on when the sketch changes, so that no draw is repeated."""
     _inferred: object
 
-    def set_sketch(self, sketch: Sketch, counter: WireCounter | None = None) -> None:
+    def set_sketch(self, sketch: Sketch) -> None:
         """A new sketch for this boundary: between steps, and on every stage alike."""
         self.sketch = sketch
-        self.counter = counter or WireCounter()
+        self.counter = WireCounter()
         self._formats, self._arriving, self._leaving = {}, {}, {}
         self._inferred = None
         mine = f"{type(sketch).__module__}.{sketch!r}"
@@ -139,7 +139,7 @@ class SketchedBoundary(ABC):  # as torch's stages: only a like layout can become
 Stage = TypeVar("Stage", bound=Any)
 
 
-def sketch_stage_(stage: Stage, sketch: Sketch, counter: WireCounter | None = None) -> Stage:
+def sketch_stage_(stage: Stage, sketch: Sketch) -> Stage:
     """Makes ``stage`` send sketched gradients, in place, and returns it.
 
         stage = sketch_stage_(PipelineStage(module, index, count, device), sp.Rows(0.1))
@@ -147,8 +147,8 @@ def sketch_stage_(stage: Stage, sketch: Sketch, counter: WireCounter | None = No
 
     Takes a ``PipelineStage``, or a stage of the tracing front end (``pipe.build_stage``). Call it
     on every stage, before a step; again to change the sketch. ``sketch``: any with
-    ``sampling="fixed"`` that looks at the gradient alone; ``counter`` counts the bytes that are
-    sent. With budget 1.0 messages are torch's own, bit by bit. The neighbours' settings are
+    ``sampling="fixed"`` that looks at the gradient alone; ``stage.counter`` counts the bytes that
+    are sent. With budget 1.0 messages are torch's own, bit by bit. The neighbours' settings are
     compared before the first message; a mismatch is an error on both.
     """
     if not all(hasattr(stage, name) for name in ("get_bwd_send_ops", "get_bwd_recv_ops")):
@@ -160,7 +160,7 @@ def sketch_stage_(stage: Stage, sketch: Sketch, counter: WireCounter | None = No
     if not isinstance(stage, SketchedBoundary):
         plain: Any = type(stage)
         stage.__class__ = _sketched_class(plain)
-    stage.set_sketch(sketch, counter)
+    stage.set_sketch(sketch)
     return stage
 
 

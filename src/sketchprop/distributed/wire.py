@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +105,7 @@ def wire_format(sketch: Sketch, tensor: Tensor) -> WireFormat | None:
 
 
 def _tensors(compact: Any) -> dict[str, Tensor]:
-    values = {field.name: getattr(compact, field.name) for field in fields(compact)}
+    values = {each.name: getattr(compact, each.name) for each in fields(compact)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
@@ -122,26 +122,9 @@ class Traffic(NamedTuple):
         return self.sent / self.exact if self.exact else float(self.sent > 0)
 
 
-@dataclass(frozen=True)
-class WireReport:
-    """Bytes over the wire by kind; ``total`` is all kinds together."""
-
-    kinds: Mapping[str, Traffic]
-
-    @property
-    def total(self) -> Traffic:
-        return Traffic(*map(sum, zip(Traffic(), *self.kinds.values(), strict=True)))
-
-    def __str__(self) -> str:
-        return "\n".join(
-            f"{kind}: {t.messages} messages, {t.sent:,} bytes sent, {t.exact:,} exact, "
-            f"ratio {t.ratio:.4f}"
-            for kind, t in {**self.kinds, "total": self.total}.items()
-        )
-
-
+@dataclass
 class WireCounter:
-    """Adds up what this process sends; ``take()`` after each step says what the step sent.
+    """Bytes that this process sends, by kind; ``take()`` after each step says what the step sent.
 
     >>> counter = WireCounter()
     >>> counter.add("pipeline", sent=100, exact=1000)
@@ -152,15 +135,24 @@ class WireCounter:
     0
     """
 
-    def __init__(self) -> None:
-        self._kinds: dict[str, Traffic] = {}
+    kinds: dict[str, Traffic] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Traffic:
+        return Traffic(*map(sum, zip(Traffic(), *self.kinds.values(), strict=True)))
 
     def add(self, kind: str, *, sent: int, exact: int) -> None:
-        was = self._kinds.get(kind, Traffic())
-        self._kinds[kind] = Traffic(was.messages + 1, was.sent + sent, was.exact + exact)
+        was = self.kinds.get(kind, Traffic())
+        self.kinds[kind] = Traffic(was.messages + 1, was.sent + sent, was.exact + exact)
 
-    def take(self) -> WireReport:
+    def take(self) -> WireCounter:
         """What went over the wire since the last ``take``."""
-        report = WireReport(self._kinds)
-        self._kinds = {}
-        return report
+        taken, self.kinds = WireCounter(self.kinds), {}
+        return taken
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{kind}: {t.messages} messages, {t.sent:,} bytes sent, {t.exact:,} exact, "
+            f"ratio {t.ratio:.4f}"
+            for kind, t in {**self.kinds, "total": self.total}.items()
+        )
