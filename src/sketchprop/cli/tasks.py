@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..meters.batches import different
+from ..meters.restore import check_model
 from ..zoo import Bert, ViT, mlp
 from .expressions import UsageError, load_module
 
@@ -50,9 +51,8 @@ class Task:
                 )
             return
         make, usual = OPTIMIZERS[name or "sgd"]
+        check_model(self.model)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if not parameters:
-            raise UsageError("the model has no parameter that requires a gradient; unfreeze one")
         self.optimizer = make(parameters, lr=usual if learning_rate is None else learning_rate)
 
     def train(self, steps: int, report: Callable[[float], None]) -> None:
