@@ -27,12 +27,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import sketchprop as sp
 from experiments.data import mnist, normalised
-from sketchprop.distributed import SketchedPipelineStage, share_draws_
+from sketchprop.distributed import share_draws_, sketch_stage_
 from sketchprop.zoo import mlp
 
 from .results import FOLDER
@@ -47,9 +47,9 @@ EXACT = sp.L1(1.0)
 """Keeps everything: torch's own messages, bit by bit."""
 
 
-def stage_of(module: nn.Module, sketch: sp.Sketch) -> SketchedPipelineStage:
-    rank = dist.get_rank()
-    return SketchedPipelineStage(module, rank, dist.get_world_size(), CPU, sketch=sketch)
+def stage_of(module: nn.Module, sketch: sp.Sketch) -> Any:
+    plain = PipelineStage(module, dist.get_rank(), dist.get_world_size(), CPU)
+    return sketch_stage_(plain, sketch)
 
 
 def pipeline_step(stage: Any, schedule: Any, x: Tensor, y: Tensor) -> None:

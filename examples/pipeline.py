@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import sketchprop as sp
-from sketchprop.distributed import SketchedPipelineStage
+from sketchprop.distributed import sketch_stage_
 
 WIDTH, TOKENS, BATCH = 256, 128, 32
 
@@ -35,7 +35,7 @@ def main() -> None:
 
     # One stage on each process; Rows keeps the tokens that carry most of the gradient.
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).to(device)
-    stage = SketchedPipelineStage(module, rank, world, device, sketch=sp.Rows(args.budget))
+    stage = sketch_stage_(PipelineStage(module, rank, world, device), sp.Rows(args.budget))
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=F.mse_loss)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 

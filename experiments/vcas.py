@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
-from time import perf_counter
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +30,9 @@ from sketchprop.layers.select import blocks_of, sketchable_layers
 from sketchprop.meters.noise.gradients import Loss, scalar_loss, squared_distance, squared_norms
 from sketchprop.meters.restore import Buffers, call_hooks, restored
 from sketchprop.sketches import Rows, RowSketch
+
+TAU = 0.025
+"""τ, of activations and of weights: the share of V_s that each sampler may add."""
 
 
 @dataclass(frozen=True)
@@ -125,20 +128,16 @@ class VCASController:
         *,
         every: int = 100,
         repeats: int = 2,
-        tau_activations: float = 0.025,
-        tau_weights: float = 0.025,
         alpha: float = 0.01,
         beta: float = 0.95,
-        clock: Callable[[], float] = perf_counter,
     ) -> None:
         if repeats < 2 or every < 1:
             raise ValueError(
                 f"repeats={repeats}, every={every}; a variance needs repeats=2, and every=100 "
                 "probes each hundredth step"
             )
-        self.model, self.loss_fn, self.clock = model, loss_fn, clock
+        self.model, self.loss_fn = model, loss_fn
         self.every, self.repeats = every, repeats
-        self.tau_activations, self.tau_weights = tau_activations, tau_weights
         self.alpha, self.beta = alpha, beta
         self.blocks = blocks_of(model)
         if not self.blocks:
@@ -152,8 +151,6 @@ class VCASController:
         """ν_l, not clamped."""
         self.step = 0
         self.next_probe = 0
-        self.spent = 0.0
-        """Seconds that probes have taken."""
         self.log: list[dict[str, Any]] = []
         self._batches: deque[Any] = deque(maxlen=repeats)
         self._sampling = True
@@ -189,7 +186,7 @@ class VCASController:
 
     def learn(self, found: Measured) -> None:
         """Algorithm 1's updates of s, ρ and ν."""
-        excess = found.activations - self.tau_activations * found.minibatch
+        excess = found.activations - TAU * found.minibatch
         self.share += self.alpha * _sign(excess)
         needed = [
             sum(holding(norms, self.share) for norms in batches) / len(batches)
@@ -197,30 +194,78 @@ class VCASController:
         ]
         self.ratios = [max(needed[: place + 1]) for place in range(len(needed))]
         for name, (added, minibatch) in found.weights.items():
-            excess = added - self.tau_weights * minibatch
+            excess = added - TAU * minibatch
             self.weight_ratios[name] *= self.beta ** -_sign(excess)
 
     def _decide(self) -> dict[str, Any]:
-        start = self.clock()
         found = self._probe()
         if math.isfinite(found.minibatch + found.activations):
             self.learn(found)
         self._apply()
-        self.spent += self.clock() - start
         entry = {
             "step": self.step,
             "share": self.share,
             "relative": found.activations / max(found.minibatch, 1e-30),
-            "spent": self.spent,
             "budgets": self.budgets,
         }
         self.log.append(entry)
         return entry
 
     def _probe(self) -> Measured:
+        """M exact passes and M² with SampleA alone."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        with restored(self.model) as buffers, no_gradient_hooks(parameters):
-            return _Probe(self, parameters, buffers).run()
+        added = dict.fromkeys(self.layers, 0.0)
+        self._norms = [[] for _ in self.blocks]
+        try:
+            with restored(self.model) as buffers, no_gradient_hooks(parameters):
+                make = partial(self._pass, parameters, buffers, added)
+                exact = [make(batch) for batch in self._batches]
+                norms, self._norms = self._norms, None
+                distances = [
+                    squared_distance(make(batch, draw), g)
+                    for batch, g in zip(self._batches, exact, strict=True)
+                    for draw in range(self.repeats)
+                ]
+        finally:
+            self._norms, self._sampling = None, True
+        variances = [_variance(list(each)) for each in zip(*exact, strict=True)]
+        by_parameter = dict(zip(parameters, variances, strict=True))
+        of_layers = {
+            name: (added[name] / len(distances), by_parameter[layer.weight])
+            for name, layer in self.layers.items()
+            if layer.weight in by_parameter
+        }
+        activations = math.fsum(distances) / len(distances)
+        return Measured(math.fsum(variances), activations, of_layers, norms)
+
+    def _pass(
+        self,
+        parameters: list[nn.Parameter],
+        buffers: Buffers,
+        added: dict[str, float],
+        batch: Any,
+        draw: int | None = None,
+    ) -> list[Tensor]:
+        """A gradient: exact, or with the draws of SampleA of that number; then what SampleW would
+        add is counted, by layer."""
+        buffers.restore()
+        self._sampling = sampled = draw is not None
+        device = parameters[0].device
+        seed_generators(device, self.step)
+        names = {layer: name for name, layer in self.layers.items()}
+
+        def watch(layer: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+            def look(G: Tensor) -> None:
+                ratio = min(1.0, self.weight_ratios[names[layer]])
+                added[names[layer]] += own_variance(G, args[0], ratio)
+
+            if sampled and output.requires_grad:
+                output.register_hook(look)  # type: ignore[no-untyped-call]
+
+        with sp.exact(self.model), call_hooks(self.layers.values(), after=watch):
+            loss = scalar_loss(self.loss_fn, self.model, batch)
+            seed_generators(device, self.step, -1 if draw is None else draw)
+            return list(torch.autograd.grad(loss, parameters, materialize_grads=True))
 
     def _gated(self, place: int) -> Callable[..., Any]:
         """SampleA behind a block; in the exact passes of a probe it only looks."""
@@ -250,72 +295,13 @@ class VCASController:
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, texts, lists and dicts."""
-        names = ("share", "ratios", "weight_ratios", "step", "next_probe", "spent", "log")
+        names = ("share", "ratios", "weight_ratios", "step", "next_probe", "log")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
         self._apply()
-
-
-class _Probe:
-    """M exact passes and M² with SampleA alone, inside ``restored``."""
-
-    def __init__(
-        self, controller: VCASController, parameters: list[nn.Parameter], buffers: Buffers
-    ) -> None:
-        self.controller, self.parameters, self.buffers = controller, parameters, buffers
-        self.weights = {name: layer.weight for name, layer in controller.layers.items()}
-        self.added = dict.fromkeys(self.weights, 0.0)
-
-    def run(self) -> Measured:
-        own = self.controller
-        own._norms = [[] for _ in own.blocks]
-        try:
-            exact = [self._pass(batch) for batch in own._batches]
-            norms, own._norms = own._norms, None
-            count = own.repeats
-            distances = []
-            for batch, g in zip(own._batches, exact, strict=True):
-                for draw in range(count):
-                    distances.append(squared_distance(self._pass(batch, draw), g))
-        finally:
-            own._norms, own._sampling = None, True
-        variances = [_variance(list(each)) for each in zip(*exact, strict=True)]
-        by_parameter = dict(zip(self.parameters, variances, strict=True))
-        of_layers = {
-            name: (self.added[name] / count**2, by_parameter[weight])
-            for name, weight in self.weights.items()
-            if weight in by_parameter
-        }
-        activations = math.fsum(distances) / len(distances)
-        return Measured(math.fsum(variances), activations, of_layers, norms)
-
-    def _pass(self, batch: Any, draw: int | None = None) -> list[Tensor]:
-        """A gradient: exact, or with the draws of SampleA of that number."""
-        own = self.controller
-        self.buffers.restore()
-        own._sampling = sampled = draw is not None
-        device = self.parameters[0].device
-        seed_generators(device, own.step)
-        names = {layer: name for name, layer in own.layers.items()}
-
-        def watch(layer: Any, args: Any, kwargs: Any, output: Tensor) -> None:
-            def look(G: Tensor) -> None:
-                self.added[names[layer]] += own_variance(
-                    G, args[0], min(1.0, own.weight_ratios[names[layer]])
-                )
-
-            if sampled and output.requires_grad:
-                output.register_hook(look)  # type: ignore[no-untyped-call]
-
-        with sp.exact(own.model), call_hooks(own.layers.values(), after=watch):
-            loss = scalar_loss(own.loss_fn, own.model, batch)
-            seed_generators(device, own.step, -1 if draw is None else draw)
-            found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        pairs = zip(found, self.parameters, strict=True)
-        return [torch.zeros_like(p) if g is None else g for g, p in pairs]
 
 
 @torch.no_grad()

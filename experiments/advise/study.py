@@ -120,7 +120,7 @@ class AdviseStudy(MeasuredStudy):
         if options.minutes:
             settings = replace(settings, minutes=options.minutes)
         stored = out / "results.json"
-        found: dict[str, Any] = read_json(stored) if stored.is_file() else {}
+        found = read_json(stored, {})
         if options.trial:
             self._try(settings, out, options, found)
             return
@@ -141,7 +141,7 @@ class AdviseStudy(MeasuredStudy):
         """Of what was asked before; one that is named is tried again."""
         if not asked:
             raise ExperimentError("nothing was asked yet; give the command without --trial first")
-        tried = _trials(out)
+        tried = read_json(out / TRIALS, {})
         for name, answer in asked.items():
             done = name in tried and tried[name]["way"] == least(answer)["name"]
             if options.task not in (None, name) or (done and not options.task):
@@ -149,7 +149,7 @@ class AdviseStudy(MeasuredStudy):
             problem, trainer, _ = trained(name, settings, out)
             progress = telling(name, options.quiet)
             line = try_out(problem, trainer, answer, options.trial, progress)
-            tried = {**_trials(out), name: line}
+            tried = {**read_json(out / TRIALS, {}), name: line}
             write_json(out / TRIALS, {task: tried[task] for task in ORDER if task in tried})
             if not options.quiet:
                 change = stored(line).change(line["way"])
@@ -169,7 +169,7 @@ class AdviseStudy(MeasuredStudy):
             write_csv(out / "summary.csv", summary),
             write_csv(out / "options.csv", options),
         ]
-        trials = _trials(out)
+        trials = read_json(out / TRIALS, {})
         if trials:
             written += draw(pairs(trials, found), out)
         facts = {
@@ -184,12 +184,6 @@ class AdviseStudy(MeasuredStudy):
             "machine": next(iter(found.values()))["machine"],
         }
         return written, facts
-
-
-def _trials(out: Path) -> dict[str, Any]:
-    path = out / TRIALS
-    found: dict[str, Any] = read_json(path) if path.is_file() else {}
-    return found
 
 
 def _summary(name: str, line: dict[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class AmplificationStudy(MeasuredStudy):
     def measure(self, settings: Any, out: Path, options: argparse.Namespace) -> None:
         """A network at a time; those that are stored are not measured again."""
         path = out / "results.json"
-        stored = read_json(path) if path.is_file() else {"machine": made_on(), "edges": {}}
+        stored = read_json(path, {"machine": made_on(), "edges": {}})
         for name, (_, pattern, rate) in NETWORKS.items():
             if name in stored["edges"]:
                 continue

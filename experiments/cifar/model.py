@@ -53,11 +53,10 @@ def sketched(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and name != "head"
 
 
-def classifier(module: nn.Module, name: str) -> bool:
-    return name == "head"
-
-
-PLACES: dict[str, Callable[[nn.Module, str], bool]] = {"all": sketched, "last": classifier}
+PLACES: dict[str, Callable[[nn.Module, str], bool]] = {
+    "all": sketched,
+    "last": lambda module, name: name == "head",
+}
 
 
 def sketch_model(model: nn.Module, cell: CifarCell) -> nn.Module:

@@ -72,16 +72,14 @@ def write_json(path: Path, content: Any) -> Path:
     return write_file(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def read_json(path: Path) -> Any:
-    if not path.is_file():
-        raise missing(path)
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def missing(path: Path) -> ExperimentError:
-    return ExperimentError(
-        f"{path.parent} has no {path.name}; run the same command without --stored"
-    )
+def read_json(path: Path, default: Any = None) -> Any:
+    """``default``, if there is one, where nothing was stored yet."""
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    if default is None:
+        told = f"{path.parent} has no {path.name}; run the same command without --stored"
+        raise ExperimentError(told)
+    return default
 
 
 def made_on() -> dict[str, Any]:

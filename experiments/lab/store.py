@@ -58,7 +58,7 @@ class Schema:
         return sorted(rows, key=lambda row: tuple(row[name] for name in self.order))
 
 
-class Store:
+class Store(contextlib.AbstractContextManager["Store"]):
     """One SQLite file, written by one process at a time; every ``add`` is one transaction.
 
     Where only a table was kept, as in a clone, a new one begins with its runs.
@@ -98,15 +98,9 @@ class Store:
         with explained(self.folder):
             return _read_database(self.connection, self.schema)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.connection.close()
         self._lock.close()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_rows(folder: Path, schema: Schema) -> list[Row]:
@@ -121,6 +115,12 @@ def read_rows(folder: Path, schema: Schema) -> list[Row]:
     if not table.is_file():
         raise ExperimentError(f"{folder} holds no results: neither {DATABASE} nor {TABLE}")
     return _read_table(table, schema)
+
+
+def rows_so_far(folder: Path, schema: Schema) -> list[Row]:
+    """None where nothing was stored yet."""
+    stored = (folder / DATABASE).is_file() or table_path(folder).is_file()
+    return read_rows(folder, schema) if stored else []
 
 
 def table_path(folder: Path) -> Path:

@@ -115,16 +115,6 @@ def initialised(make: Callable[[], Model], seed: int) -> Model:
         return make()
 
 
-def step_flops(model: nn.Module, loss: Loss, batch: Batch) -> float:
-    """FLOPs of a step: forward, backward, scores and draws; the optimizer's are left out."""
-
-    def loss_of(model: Any, batch: Any) -> Tensor:
-        return loss(model(batch[0]), batch[1])
-
-    report = measure_flops(model, loss_of, batch)
-    return report.forward + report.sketched_backward
-
-
 def outputs(model: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
     """What the model says and what was wanted, sample by sample; in eval mode."""
     was = model.training
@@ -202,7 +192,9 @@ class Trainer:
         """Trains to a step; evaluates if that is the next mark."""
         with torch.random.fork_rng():
             if self.random:
-                self._set_random(self.random)
+                torch.set_rng_state(self.random[0])
+                for state in self.random[1:]:
+                    torch.cuda.set_rng_state(state, self.device)
             else:
                 self._start()
             lost = False
@@ -224,7 +216,12 @@ class Trainer:
         began = time.perf_counter()
         torch.manual_seed(seed_of("counting", self.seed))
         self.model.train()
-        self.flops = step_flops(self.model, self.loss_fn, self.feed.first())
+        counted = measure_flops(
+            self.model,
+            lambda model, batch: self.loss_fn(model(batch[0]), batch[1]),
+            self.feed.first(),
+        )
+        self.flops = counted.forward + counted.sketched_backward
         self.model.zero_grad()
         torch.manual_seed(seed_of("draws", self.seed))
         self.random = self._random()
@@ -250,16 +247,12 @@ class Trainer:
         self.stretch += 1
         self.spent += cost
         last = self.at_mark
-        lost = (last or self.steps % _LOOK_EVERY == 0) and not self._finite(last)
+        lost = (last or self.steps % _LOOK_EVERY == 0) and not bool(self.loss.isfinite())
+        lost = lost or (last and not all(bool(p.isfinite().all()) for p in self.model.parameters()))
         spent = time.perf_counter() - began
         self.seconds += spent
         self.wall += spent
         return lost
-
-    def _finite(self, thoroughly: bool) -> bool:
-        if not bool(self.loss.isfinite()):
-            return False
-        return not thoroughly or all(bool(p.isfinite().all()) for p in self.model.parameters())
 
     def _end_stretch(self, lost: bool) -> None:
         began = time.perf_counter()
@@ -309,11 +302,6 @@ class Trainer:
         """The state of the default generators, of this device too."""
         own = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
         return [torch.get_rng_state(), *own]
-
-    def _set_random(self, states: Sequence[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.cuda.set_rng_state(state, self.device)
 
     def found(self) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ from ..tasks.table import TASKS, Task
 GOAL = 0.1
 """The largest V/σ² that the defaults may add at ``GOAL_ROWS``."""
 GOAL_ROWS = 0.3
+MORE = 0.1
+"""What queries of a candidate have above the rows."""
 ALL = 1.0
 
 
@@ -101,8 +104,6 @@ class Settings:
     """One for rows, queries and keys."""
     candidates: tuple[float, ...] = (0.3, 0.2)
     """Rows for which defaults of queries and keys are looked for."""
-    more: tuple[float, ...] = (0.1,)
-    """What queries have above the rows."""
     keys: tuple[float, ...] = (0.5, 0.7, 1.0)
     sigma_batches: int = 12
     batches: int = 4
@@ -112,9 +113,8 @@ class Settings:
     def possible(self) -> list[Budgets]:
         """Candidates of the defaults, and the defaults."""
         found = [
-            Budgets(rows, round(rows + more, 6), keys)
+            Budgets(rows, round(rows + MORE, 6), keys)
             for rows in self.candidates
-            for more in self.more
             for keys in self.keys
         ]
         return sorted(dict.fromkeys([*found, *map(default, self.candidates)]), reverse=True)
@@ -177,8 +177,7 @@ class NoiseStudy(MeasuredStudy):
         found: dict[str, Any] = {"task": task.name, "title": problem.title, "machine": made_on(),
                                  "shape": _shape(task, problem, settings.batches),
                                  "sigma2": {}, "noise": {}}  # fmt: skip
-        if stored.is_file():
-            found.update(read_json(stored))
+        found.update(read_json(stored, {}))
         asked: list[Point] = [default(p) for p in options.rows]
         for points in (asked,) if asked else settings.rounds:
             for step, model in trajectory(problem, settings.steps(task), task.rate, out):
@@ -187,7 +186,8 @@ class NoiseStudy(MeasuredStudy):
                     continue
                 noise = _noise(model, problem, settings, found["sigma2"], str(step))
                 for point in missing:
-                    line = _added(model, problem, noise, point, settings.draws)
+                    how: Any = {"point": point, "draws": settings.draws}
+                    line = added_noise(noise, partial(sketched_gradients, model, problem, **how))
                     found["noise"][f"{step}/{point}"] = line
                     write_json(stored, found)
                     if not options.quiet:
@@ -244,12 +244,6 @@ def _noise(
     batches = noise_batches(problem, settings.batches)
     exact = tuple(exact_gradient(model, problem, batch) for batch in batches)
     return Noise(Estimate(known[step]["value"], known[step]["error"]), tuple(batches), exact)
-
-
-def _added(
-    model: nn.Module, problem: Problem, noise: Noise, point: Point, draws: int
-) -> dict[str, Any]:
-    return added_noise(noise, lambda b: sketched_gradients(model, problem, b, point, draws))
 
 
 def _flat(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -328,11 +322,10 @@ def _draw(axes: Sequence[Any], lines: _Lines, settings: Settings) -> None:
         ("equal budgets", "k", [*sorted(settings.equal)]),
     ]
     for number, keys in enumerate(settings.keys):
-        for more in settings.more:
-            own: list[Point] = [
-                Budgets(p, round(p + more, 6), keys) for p in sorted(settings.candidates)
-            ]
-            series.append((f"queries + {more:g}, keys {keys:g}", f"C{number}", own))
+        own: list[Point] = [
+            Budgets(p, round(p + MORE, 6), keys) for p in sorted(settings.candidates)
+        ]
+        series.append((f"queries + {MORE:g}, keys {keys:g}", f"C{number}", own))
     for panel, step in zip(axes, lines.steps, strict=True):
         for label, colour, points in series:
             found = [(p.rows, line) for p in points if (line := lines.known(step, p))]

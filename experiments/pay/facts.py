@@ -55,11 +55,12 @@ def summary(outcomes: Mapping[str, Outcome]) -> list[dict[str, Any]]:
             continue
         for curve in outcome.curves:
             ratio, noise = outcome.ratio(curve), noise_of(outcome, curve)
+            same = _same(outcome, curve)
             lines.append({
                 "task": task, "way": curve.way.name, "batch": curve.batch, "rate": curve.rate,
                 "step_ratio": outcome.cost(curve), "noise": noise[1] if noise else "",
                 "time_ratio": ratio.value if ratio else "", "low": ratio.low if ratio else "",
-                "high": ratio.high if ratio else "", "same_batch": _number(_same(outcome, curve)),
+                "high": ratio.high if ratio else "", "same_batch": same.value if same else "",
                 "seeds": len(outcome.contest.seeds),
                 "quality": curve.last, "steps": curve.steps,
             })  # fmt: skip
@@ -93,7 +94,9 @@ def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
     shares = [f"{share:g} T" for share in contest.shares]
     return {
         **common,
-        **(_headline(outcome, *shown, folder) if shown else _no_headline(outcome)),
+        **dict.fromkeys(HEADLINE, "-"),
+        "winner": "none so far" if outcome.curves else "not run yet",
+        **(_headline(outcome, *shown, folder) if shown else {}),
         "predicted": _predicted(task.name, shown[0].batch if shown else None),
         "header": ["way", "rate", "steps", "step", "V/σ²", *shares, "time to equal quality",
                    "over exact at the same batch"],
@@ -120,12 +123,6 @@ def _headline(outcome: Outcome, curve: Curve, ratio: Ratio, folder: Path) -> dic
         "memory": _memory(read_json(folder / TIMES), outcome.ends_as(curve)),
         "earnest": _by_clock(folder, len(outcome.contest.clocked)),
     }
-
-
-def _no_headline(outcome: Outcome) -> dict[str, str]:
-    """Where no way can be compared yet."""
-    winner = "none so far" if outcome.curves else "not run yet"
-    return {**dict.fromkeys(HEADLINE, "-"), "winner": winner}
 
 
 def _shown(outcome: Outcome) -> tuple[Curve, Ratio] | None:
@@ -250,7 +247,3 @@ def _same(outcome: Outcome, curve: Curve) -> Ratio | None:
 
 def _text(ratio: Ratio | None) -> str:
     return ratio.text() if ratio else ""
-
-
-def _number(ratio: Ratio | None) -> Any:
-    return ratio.value if ratio else ""

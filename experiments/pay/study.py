@@ -13,9 +13,9 @@ from pathlib import Path
 from sketchprop.core.allocator import keep_pages
 
 from ..lab import ExperimentError
-from ..lab.engine import ENGINES, Job, progress_lines, run_sweep
+from ..lab.engine import Job, in_processes, progress_lines, run_sweep
 from ..lab.pages import read_json, write_csv, write_json
-from ..lab.store import DATABASE, Row, Store, read_rows, table_path, write_table
+from ..lab.store import Store, rows_so_far, write_table
 from ..lab.study import Study, schema_of
 from ..lab.sweep import checked
 from .choices import Decisions, choices_table, missing_jobs, read_choices, write_choices
@@ -52,7 +52,6 @@ class PayStudy(Study):
         )
         add("--seconds", type=float, default=120.0, help="how long steps of a task are timed (120)")
         add("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: in this one")
-        add("--engine", default="processes", choices=sorted(ENGINES), help="ray: a Ray cluster")
         add(
             "--plan",
             action="store_true",
@@ -90,7 +89,12 @@ class PayStudy(Study):
                 return 0
         choices = read_choices(out)
         outcomes = {
-            c.task: Outcome(c, read_json(out / c.task / TIMES)["costs"], _rows(out, c), choices)
+            c.task: Outcome(
+                c,
+                read_json(out / c.task / TIMES)["costs"],
+                rows_so_far(out / c.task, SCHEMA),
+                choices,
+            )
             for c in every
             if (out / c.task / TIMES).is_file()
         }
@@ -107,8 +111,7 @@ class PayStudy(Study):
         """Times all that was not timed, trains what was not trained of the ways asked for, and
         stores what was chosen on the way."""
         folder = out / contest.task
-        stored = (folder / TIMES).is_file() and not options.times
-        known = read_json(folder / TIMES) if stored else {}
+        known = {} if options.times else read_json(folder / TIMES, {})
         if missing_kinds(contest, known):
             known = measure_times(contest, known, options.seconds, options.quiet)
         write_json(folder / TIMES, {**known, "saved": measure_memory(contest, known)})
@@ -118,7 +121,7 @@ class PayStudy(Study):
         report = None if options.quiet else progress_lines()
         with Store(folder, SCHEMA) as store:
             missing = partial(missing_jobs, _narrowed(contest, options.ways), costs)
-            run_sweep(missing, store, ENGINES[options.engine], options.workers, report)
+            run_sweep(missing, store, in_processes, options.workers, report)
             rows = store.rows()
         write_table(rows, folder, SCHEMA)
         begun = _narrowed(contest, ",".join({row["way"] for row in rows}))
@@ -137,9 +140,7 @@ def _earnest(outcome: Outcome, folder: Path, quiet: bool) -> None:
     """Where there is a winner, the clock is asked too."""
     winner = best(outcome)
     if winner is not None and winner[1].value <= 1:
-        path = folder / EARNEST
-        known = read_json(path) if path.is_file() else {}
-        keep = partial(write_json, path)
+        known, keep = read_json(folder / EARNEST, {}), partial(write_json, folder / EARNEST)
         run_in_earnest(outcome, winner[0], winner[1].value, known, quiet, keep)
 
 
@@ -149,7 +150,7 @@ def _plan(contest: Contest, folder: Path) -> str:
         return f"{contest.task}: steps are timed, nothing is trained\n"
     if not (folder / TIMES).is_file():
         return f"{contest.task}: nothing is stored; steps are timed first\n"
-    times, rows = read_json(folder / TIMES), _rows(folder.parent, contest)
+    times, rows = read_json(folder / TIMES), rows_so_far(folder, SCHEMA)
     decisions = Decisions(contest, times["costs"], rows)
     seconds, missing = times["seconds"][f"/{contest.middle}"], decisions.missing()
     hours = seconds * sum(Job((run,)).cost for run in missing) / 3600
@@ -158,13 +159,6 @@ def _plan(contest: Contest, folder: Path) -> str:
     stored = f"{len(rows)} runs stored ({done:.2f} core-hours)"
     told = f"{contest.task}: {stored}, {len(missing)} missing ({hours:.2f} core-hours){more}\n"
     return f"{told}\n{choices_table(decisions.choices())}\n\n"
-
-
-def _rows(out: Path, contest: Contest) -> list[Row]:
-    """Also those of a clone, which has only the table."""
-    folder = out / contest.task
-    stored = (folder / DATABASE).is_file() or table_path(folder).is_file()
-    return read_rows(folder, SCHEMA) if stored else []
 
 
 PAY = PayStudy(

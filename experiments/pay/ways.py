@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from sketchprop.tuning.rule import LADDER
 from ..lab import ExperimentError
 from ..lab.checkpoints import State
 from ..lab.problem import Problem
-from ..lab.trainer import Batch
+from ..lab.trainer import Batch, Control
 from ..methods import make_sketch
 from ..noise.study import Plain, default
 from ..vcas import VCASController
@@ -119,14 +120,8 @@ def find_way(name: str) -> Way:
     return WAYS[name]
 
 
-class Steps(Protocol):
+class Steps(Control, Protocol):
     """A ``Control`` with a story to tell."""
-
-    def before(self, batch: Batch) -> float: ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: State) -> None: ...
 
     @property
     def story(self) -> list[Any]:
@@ -181,11 +176,7 @@ class TunedSteps:
     @property
     def story(self) -> list[Any]:
         """The number is the change that was predicted."""
-        return [
-            [entry["step"], round(sum(entry["budgets"].values()) / len(self.units), 3),
-             round(entry.get("change", 1.0), 3)]
-            for entry in self.tuner.log
-        ]  # fmt: skip
+        return _story(self.tuner.log, "change")
 
 
 class PeerSteps:
@@ -231,12 +222,14 @@ class PeerSteps:
     @property
     def story(self) -> list[Any]:
         """The number is s."""
-        return [
-            [entry["step"],
-             round(sum(entry["budgets"].values()) / len(entry["budgets"]), 3),
-             round(entry["share"], 3)]
-            for entry in self.controller.log
-        ]  # fmt: skip
+        return _story(self.controller.log, "share")
+
+
+def _story(log: Sequence[dict[str, Any]], number: str) -> list[Any]:
+    return [
+        [e["step"], round(fmean(e["budgets"].values()), 3), round(e.get(number, 1.0), 3)]
+        for e in log
+    ]
 
 
 CONTROLS: dict[str, Callable[..., Steps]] = {TUNER: TunedSteps, PEER: PeerSteps}

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sketchprop as sp
 from distributed_helpers import block, data, of, outcome, run_once
-from sketchprop.distributed import SketchedPipelineStage, settings, share_draws_, sketch_stage_
+from sketchprop.distributed import settings, share_draws_, sketch_stage_
 from stack_helpers import equal
 
 CPU = torch.device("cpu")
@@ -36,10 +36,9 @@ def two_by_two(wrap: Callable[[nn.Module, Any], nn.Module], sketch: sp.Sketch | 
         sp.sketch_(module, sketch, sp.select.everything)
     wrapped = wrap(module, mesh["dp"])
     group = mesh["pp"].get_group()
-    if sketch is None:
-        stage: Any = PipelineStage(wrapped, index, 2, CPU, group=group)
-    else:
-        stage = SketchedPipelineStage(wrapped, index, 2, CPU, group=group, sketch=sketch)
+    stage: Any = PipelineStage(wrapped, index, 2, CPU, group=group)
+    if sketch is not None:
+        sketch_stage_(stage, sketch)
     schedule = Schedule1F1B(stage, 4, loss_fn=F.cross_entropy)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
     for step in range(3):

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 
 import sketchprop as sp
 from distributed_helpers import block, data, of, outcome, run_once
-from sketchprop.distributed import SketchedPipelineStage, WireCounter, sketch_stage_
+from sketchprop.distributed import sketch_stage_
 from sketchprop.sketches import Every, Planner
 from stack_helpers import Z_LIMIT, equal, largest_z
 
@@ -45,10 +45,8 @@ def plain(module: nn.Module, index: int, count: int) -> PipelineStage:
     return PipelineStage(module, index, count, CPU)
 
 
-def sketched(sketch: sp.Sketch, counter: WireCounter | None = None) -> Build:
-    return lambda module, index, count: SketchedPipelineStage(
-        module, index, count, CPU, sketch=sketch, counter=counter
-    )
+def sketched(sketch: sp.Sketch) -> Build:
+    return lambda *place: sketch_stage_(plain(*place), sketch)
 
 
 class Pipe:
@@ -180,13 +178,12 @@ def wire_bytes() -> dict[str, Any]:
     rank = dist.get_rank()
     out: dict[str, Any] = {}
     for sketch in (sp.L1(0.1), sp.Rows(0.05), sp.L1(1.0)):
-        counter = WireCounter()
-        stage = sketched(sketch, counter)(nn.Linear(256, 256), rank, 2)
+        stage = sketched(sketch)(nn.Linear(256, 256), rank, 2)
         schedule = ScheduleGPipe(stage, 4, loss_fn=F.mse_loss)
         x = torch.zeros(32, 128, 256)
         schedule.step(*((x,) if rank == 0 else ()), target=x if rank == 1 else None)
-        out[repr(sketch)] = counter.take()
-        out["after"] = counter.take()
+        out[repr(sketch)] = stage.counter.take()
+        out["after"] = stage.counter.take()
     return out
 
 

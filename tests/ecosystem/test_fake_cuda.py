@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import sketchprop as sp
 from benchmarks import launches
 from sketchprop import Rows, Tokens, select, zoo
-from sketchprop.distributed import SketchedPipelineStage
+from sketchprop.distributed.pipeline import SketchedBoundary
 from sketchprop.layers import SketchedBlock
 from sketchprop.sketches import Every, ForwardRows
 
@@ -174,7 +174,7 @@ def piped(sketch: sp.Sketch) -> Gradients:
 
     if not dist.is_initialized():
         dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
-    stage: Any = object.__new__(SketchedPipelineStage)
+    stage: Any = SketchedBoundary()
     vars(stage).update(device="cuda", stage_index=1, num_stages=2, group=None)
     stage.set_sketch(sketch)
     stage._leaving[0], stage._arriving[0] = [], []

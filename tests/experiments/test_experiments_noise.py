@@ -40,20 +40,20 @@ def test_smoke(tmp_path, capsys, monkeypatch):
 def test_a_killed_run_goes_on_with_what_is_missing(tmp_path, capsys, monkeypatch):
     assert call("vit", tmp_path / "whole") == 0
     assert "| - |" not in (tmp_path / "whole" / "README.md").read_text()
-    measured, plain = [], study._added
+    measured, plain = [], study.added_noise
 
-    def counted(model, problem, noise, point, draws):
+    def counted(noise, draw):
         if len(measured) == 4:
             raise KeyboardInterrupt
-        measured.append(str(point))
-        return plain(model, problem, noise, point, draws)
+        measured.append(str(draw.keywords["point"]))
+        return plain(noise, draw)
 
-    monkeypatch.setattr(study, "_added", counted)
+    monkeypatch.setattr(study, "added_noise", counted)
     assert call("vit", tmp_path / "killed") == 130
     assert call("vit", tmp_path / "killed", "--stored") == 0
     assert "| - |" in (tmp_path / "killed" / "README.md").read_text()
     first = list(measured)
-    monkeypatch.setattr(study, "_added", plain)
+    monkeypatch.setattr(study, "added_noise", plain)
     assert call("vit", tmp_path / "killed") == 0
     whole, resumed = (
         json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "killed")

@@ -102,8 +102,13 @@ def by_formula(model, batch):
     layers = {m: name for name, m in model.named_modules() if isinstance(m, SketchedModule)}
     with recorded_uses(layers) as uses:
         square(model, batch)
-    sketched = sum(use.layer.sketching.cost(size).total for use in uses for size in use.products)
-    return sum(use.exact_flops for use in uses), sketched
+    costs = [
+        (size.exact_flops, use.layer.sketching.cost(size).total)
+        for use in uses
+        for size in use.products
+    ]
+    exact, sketched = map(sum, zip(*costs, strict=True))
+    return exact, sketched
 
 
 def test_convolutions_to_the_flop():

@@ -21,7 +21,7 @@ from sketchprop.core.table import Column, Table, plain_data, words
 from sketchprop.meters import Estimate, criterion
 from sketchprop.meters.words import ratio, with_error
 from sketchprop.report import html_report, setup_facts
-from sketchprop.report.pictures import MOST_ROWS, BarChart, as_svg, noise_chart, save_picture
+from sketchprop.report.pictures import MOST_ROWS, BarChart, as_svg, noise_chart
 
 VOID = {"meta"}
 NASTY = 'a<script>alert("x")</script>&amp;'
@@ -160,19 +160,14 @@ def test_a_chart_of_many_layers_shows_the_largest():
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, 1e-30, Estimate(1.0, math.inf, math.inf)])
-def test_a_chart_of_odd_numbers_and_names_can_be_saved(value, tmp_path):
+def test_a_chart_of_odd_numbers_and_names_can_be_drawn(value):
     odd = replace(table(value), rows=[("$\\x$ <b>" + 99 * "a", value, value)])
     Page(as_svg(BarChart(odd, ("exact",))))
-    save_picture(BarChart(odd, ("exact",)), str(tmp_path / "picture.png"))
-    assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize(
-    ("package", "remedy"), [("matplotlib", r"sketchprop\[cli\]"), ("jinja2", "jinja2")]
-)
-def test_what_is_not_installed_is_named(reports, monkeypatch, package, remedy):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=f"pip install '?{remedy}"):
+def test_what_is_not_installed_is_named(reports, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'sketchprop\[cli\]"):
         html_report(reports[0])
 
 

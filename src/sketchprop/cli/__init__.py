@@ -7,12 +7,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from ..report.pictures import require_matplotlib
 from .commands import CRASH, FINE, STOPPED, USAGE
 from .expressions import UsageError
-from .options import PICTURES, parser
+from .options import parser
 from .show import complain
 
 __all__ = ["main"]
@@ -24,8 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(words)
     options.words = words
-    if options.threads:
-        torch.set_num_threads(options.threads)
     try:
         _check_files(options)
         return int(options.run(options))
@@ -49,13 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_files(options: Namespace) -> None:
     """Before minutes of work: whether its results can be written."""
-    for name in ("json", "plot", "output"):
+    for name in ("json", "output"):
         path = getattr(options, name, None)
         if path and path != "-" and not Path(path).parent.is_dir():
             folder = str(Path(path).parent)
             raise UsageError(f"--{name} {path}: there is no folder {folder!r}")
-    path = getattr(options, "plot", None)
-    if path and Path(path).suffix not in PICTURES:
-        raise UsageError(f"--plot {path}: end it with {', '.join(PICTURES)}")
-    if path or options.command == "report":
+    if options.command == "report":
         require_matplotlib()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +19,10 @@ from ..core.table import Report, as_text
 from ..layers.transform import sketch_
 from ..meters import MeasureReport, advise, check_unbiased, measure, plan, trial
 from ..report import html_report, setup_facts
-from ..report.pictures import LossCurves, Picture, noise_chart, plan_chart, save_picture
 from ..sketches import AnySketch
-from .expressions import UsageError, parse_planner, parse_sketch, parse_sketches
+from .expressions import UsageError, parse_sketch, parse_sketches
 from .show import Progress, complain, say, write_json
-from .tasks import Task, find_device, load_task
+from .tasks import Task, load_task
 
 FINE, NO, USAGE, CRASH, STOPPED = 0, 1, 2, 3, 130
 """Exit codes; 130 is what a shell gives for Ctrl-C."""
@@ -40,13 +39,11 @@ def run_advise(options: Namespace) -> int:
     examples:
       sketchprop advise --model vit --steps 50 --optimizer adamw --minutes 1
       sketchprop advise --model mycode:make --minutes 5 --json advice.json
-      sketchprop advise --model vit --trial 3 --plot losses.png
+      sketchprop advise --model vit --trial 3
     """
     if options.compile and options.trial:
         raise UsageError("--trial trains uncompiled; leave out --compile")
-    if options.plot and not options.trial:
-        raise UsageError("--plot shows the trial's losses; give --trial too")
-    task = _task(options)
+    task = load_task(options.model, options.batch_size, options.seed)
     with _trained(options, task) as (batches, line):
         line.stage("trying what fits")
         model, loss_fn, optimizer = task.model, task.loss_fn, task.optimizer
@@ -59,9 +56,8 @@ def run_advise(options: Namespace) -> int:
             others = "" if options.same_batch else ", half of the batch"
             line.stage(f"a trial: exact, {best}{others}, in turns")
             common |= {"sketch": report.candidates[best], "minutes": options.trial}
-            result = trial(model, loss_fn, task.batches, **common)
-            report = replace(report, trial=result)
-    _finish(options, report, lambda: LossCurves(result))
+            report = replace(report, trial=trial(model, loss_fn, task.batches, **common))
+    _finish(options, report)
     return FINE if report.pays else NO
 
 
@@ -81,12 +77,11 @@ def run_check(options: Namespace) -> int:
     """
     if options.model is None:
         sketches = [parse_sketch(text) for text in options.sketches]
-        how = {"planner": parse_planner(options.planner), "draws": options.draws}
-        reports = [check_unbiased(sketch, **how) for sketch in sketches]
+        reports = [check_unbiased(sketch, draws=options.draws) for sketch in sketches]
     else:
         choice = parse_sketches(options.sketches)
-        task = _task(options)
-        sketch_(task.model, choice, planner=parse_planner(options.planner))
+        task = load_task(options.model, options.batch_size, options.seed)
+        sketch_(task.model, choice)
         (batch,) = task.take(1)
         how = {"draws": options.draws, "seed": options.seed}
         reports = [check_unbiased(task.model, task.loss_fn, batch, **how)]
@@ -108,17 +103,15 @@ def run_measure(options: Namespace) -> int:
 
     examples:
       sketchprop measure --model vit --sketch 'Tokens(0.3)'
-      sketchprop measure --model vit --sketch 'blocks.*.mlp.*=Rows(0.3)' --draws 16 --plot v.png
+      sketchprop measure --model vit --sketch 'blocks.*.mlp.*=Rows(0.3)' --draws 16
       sketchprop measure --model mycode:make --sketch 'Tokens(0.2)' --json report.json
       sketchprop measure --model mlp --steps 469 --sketch '0=L1(0.1)'     only the first layer
     """
-    if options.plot and options.no_split:
-        raise UsageError("--plot shows V by layer; leave out --no-split")
     choice = parse_sketches(options.sketches)
-    task = _task(options)
+    task = load_task(options.model, options.batch_size, options.seed)
     with _calm(task.device), _trained(options, task) as (batches, line):
         report = _measure(options, task, batches, choice, line)
-    _finish(options, report, lambda: noise_chart(report))
+    _finish(options, report)
     return FINE if report.pays else NO
 
 
@@ -131,14 +124,14 @@ def run_plan(options: Namespace) -> int:
 
     examples:
       sketchprop plan --model vit
-      sketchprop plan --model mycode:make --sketch 'Rows(0.3)' --plot plan.png
+      sketchprop plan --model mycode:make --sketch 'Rows(0.3)'
     """
     sketch = parse_sketch(options.sketches[0])
-    task = _task(options)
+    task = load_task(options.model, options.batch_size, options.seed)
     (batch,) = task.take(1)
     with _calm(task.device):
         report = plan(task.model, task.loss_fn, batch, sketch=sketch, rounds=options.rounds)
-    _finish(options, report, lambda: plan_chart(report))
+    _finish(options, report)
     return FINE if report.worthwhile else NO
 
 
@@ -158,7 +151,7 @@ def run_report(options: Namespace) -> int:
     """
     choice = parse_sketches(options.sketches)
     sketches = [s for s in choice.values() if s] if isinstance(choice, dict) else [choice]
-    task = _task(options)
+    task = load_task(options.model, options.batch_size, options.seed)
     with _calm(task.device), _trained(options, task) as (batches, line):
         plans = []
         for sketch in dict.fromkeys(sketches):
@@ -176,7 +169,7 @@ def run_report(options: Namespace) -> int:
         "seed": str(options.seed),
         **setup_facts(task.device),
     }
-    title = options.title or f"{options.model}: does sketching pay?"
+    title = f"{options.model}: does sketching pay?"
     page = html_report(measured, plans, title=title, facts=facts)
     Path(options.output).write_text(page, encoding="utf-8")
     if options.json:
@@ -186,12 +179,6 @@ def run_report(options: Namespace) -> int:
         size = len(page.encode()) / 1e3
         say(f"report: {options.output} ({size:.0f} kB, opens in any browser)")
     return FINE if measured.pays else NO
-
-
-def _task(options: Namespace) -> Task:
-    device = find_device(options.device) if options.device else None
-    task = load_task(options.model, options.batch_size, options.seed)
-    return task if device is None else task.to(device)
 
 
 @contextmanager
@@ -232,14 +219,12 @@ def _measure(
 ) -> MeasureReport:
     line.stage("measuring: variance, FLOPs, saved bytes, times")
     how = {name: getattr(options, name) for name in ("draws", "rounds", "seed", "minutes")}
-    how |= {"planner": parse_planner(options.planner), "progress": line.share}
-    return measure(task.model, task.loss_fn, batches, sketch, split=not options.no_split, **how)
+    how |= {"split": not options.no_split, "progress": line.share}
+    return measure(task.model, task.loss_fn, batches, sketch, **how)
 
 
-def _finish(options: Namespace, report: Report, picture: Callable[[], Picture]) -> None:
+def _finish(options: Namespace, report: Report) -> None:
     if options.json:
         write_json(report, options.json)
     if options.json != "-":
         say(as_text(report))
-    if options.plot:
-        save_picture(picture(), options.plot)

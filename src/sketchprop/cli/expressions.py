@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import sketches as built_in
-from ..sketches import AnySketch, Planner, Sketch, Split, Tokens
+from ..sketches import AnySketch, Sketch, Split, Tokens
+
+KINDS = (Sketch, Split, Tokens)
+WANTED = "a sketch, for example Rows(0.3)"
 
 
 class UsageError(ValueError):
@@ -24,14 +27,54 @@ def parse_sketch(text: str) -> AnySketch:
     Nothing is evaluated: names of sketches are looked up and called with literals, or with
     further sketches; anything else is refused before it could run.
     """
-    wanted = "a sketch, for example Rows(0.3)"
-    sketch: AnySketch = _made(text, (Sketch, Split, Tokens), wanted)
+    typed = text.strip()
+    prefix = re.match(r"([\w.]+):", typed)
+    scopes = [load_module(prefix[1]), built_in] if prefix else [built_in]
+
+    def look_up(name: str) -> Any:
+        """A class of these kinds, or an object of one; nothing else that a module may hold."""
+        meant = next((getattr(scope, name) for scope in scopes if hasattr(scope, name)), None)
+        if meant is None:
+            names = ", ".join(sketch_names())
+            raise UsageError(f"{name!r} is unknown in {text!r}; built-in sketches are {names}")
+        is_class = isinstance(meant, type) and issubclass(meant, KINDS)
+        if is_class or isinstance(meant, KINDS):
+            return meant
+        raise UsageError(
+            f"{name!r} in {text!r} is a {type(meant).__name__}, not {WANTED}, or a class derived "
+            "from sketchprop.Sketch"
+        )
+
+    def read(node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            meant = look_up(node.id)
+            if isinstance(meant, KINDS):
+                return meant
+            raise UsageError(f"{text!r} has no budget; type for example {node.id}(0.1)")
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+            raise UsageError(f"{text!r} is not {WANTED}")
+        kind = look_up(node.func.id)
+        if isinstance(kind, KINDS):
+            raise UsageError(
+                f"{text!r} calls a sketch that is made already; leave out the brackets"
+            )
+        try:
+            values = [argument(part) for part in node.args]
+            return kind(*values, **{str(k.arg): argument(k.value) for k in node.keywords})
+        except UsageError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{text}: {error}") from error
+
+    def argument(part: ast.expr) -> Any:
+        return read(part) if isinstance(part, ast.Call) else ast.literal_eval(part)
+
+    try:
+        tree = ast.parse(typed[prefix.end() if prefix else 0 :], mode="eval")
+    except SyntaxError:
+        raise UsageError(f"{text!r} is not {WANTED}") from None
+    sketch: AnySketch = read(tree.body)
     return sketch
-
-
-def parse_planner(text: str | None) -> Planner | None:
-    """``"Every(50)"``, or a planner of the user's, if there is one."""
-    return None if text is None else _made(text, (Planner,), "a planner, for example Every(50)")
 
 
 def parse_sketches(texts: Sequence[str]) -> AnySketch | dict[str, AnySketch | None]:
@@ -66,53 +109,3 @@ def load_module(path: str) -> Any:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
         raise UsageError(f"no module {path!r} here or installed ({error})") from error
-
-
-def _made(text: str, kinds: tuple[type, ...], wanted: str) -> Any:
-    """A class and its arguments, as text, made; or an object of the user's module. Nothing but
-    classes of these kinds is called; ``wanted`` says what was expected, in words."""
-    prefix = re.match(r"([\w.]+):", text.strip())
-    scopes = [load_module(prefix[1]), built_in] if prefix else [built_in]
-
-    def look_up(name: str) -> Any:
-        """A class of these kinds, or an object of one; nothing else that a module may hold."""
-        meant = next((getattr(scope, name) for scope in scopes if hasattr(scope, name)), None)
-        if meant is None:
-            names = ", ".join(sketch_names())
-            raise UsageError(f"{name!r} is unknown in {text!r}; built-in sketches are {names}")
-        is_class = isinstance(meant, type) and issubclass(meant, kinds)
-        if is_class or isinstance(meant, kinds):
-            return meant
-        raise UsageError(
-            f"{name!r} in {text!r} is a {type(meant).__name__}, not {wanted}, or a class derived "
-            f"from sketchprop.{kinds[0].__name__}"
-        )
-
-    def read(node: ast.expr) -> Any:
-        if isinstance(node, ast.Name):
-            meant = look_up(node.id)
-            if isinstance(meant, kinds):
-                return meant
-            raise UsageError(f"{text!r} has no budget; type for example {node.id}(0.1)")
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-            raise UsageError(f"{text!r} is not {wanted}")
-        kind = look_up(node.func.id)
-        if isinstance(kind, kinds):
-            raise UsageError(
-                f"{text!r} calls a sketch that is made already; leave out the brackets"
-            )
-        try:
-            values = [argument(part) for part in node.args]
-            return kind(*values, **{str(k.arg): argument(k.value) for k in node.keywords})
-        except UsageError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"{text}: {error}") from error
-
-    def argument(part: ast.expr) -> Any:
-        return read(part) if isinstance(part, ast.Call) else ast.literal_eval(part)
-
-    try:
-        return read(ast.parse(text.strip()[prefix.end() if prefix else 0 :], mode="eval").body)
-    except SyntaxError:
-        raise UsageError(f"{text!r} is not {wanted}") from None

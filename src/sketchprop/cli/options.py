@@ -24,18 +24,16 @@ MINE = """\
 --model mycode:make, a function of yours: make() returns (model, loss_fn, batches), or these and an
 optimizer; loss_fn(model, batch) is a scalar; of batches, a list or a loader, the first are taken"""
 
-PICTURES = (".png", ".pdf", ".svg")
-
-_TASK = "--model=mlp --batch-size --device"
+_TASK = "--model=mlp --batch-size"
 _TRAINING = "--steps --optimizer --learning-rate --batches"
-_NOISE = f"--planner {_TRAINING} --draws --no-split --rounds=7 --minutes"
+_NOISE = f"{_TRAINING} --draws --no-split --rounds=7 --minutes"
 
 COMMANDS: Mapping[Callable[..., int], str] = {
-    run_advise: f"{_TASK} {_TRAINING} --minutes=2 --same-batch --compile --trial --plot",
-    run_check: "sketches --planner --model --batch-size --device --draws --verbose",
-    run_measure: f"{_TASK} --sketch {_NOISE} --plot",
-    run_plan: f"{_TASK} --sketch --rounds=15 --plot",
-    run_report: f"{_TASK} --sketch {_NOISE} --output --title",
+    run_advise: f"{_TASK} {_TRAINING} --minutes=2 --same-batch --compile --trial",
+    run_check: "sketches --model --batch-size --draws --verbose",
+    run_measure: f"{_TASK} --sketch {_NOISE}",
+    run_plan: f"{_TASK} --sketch --rounds=15",
+    run_report: f"{_TASK} --sketch {_NOISE} --output",
 }
 """What runs a command, and the options that it takes; ``--x=y`` sets a default. The docstring is
 the command's help: its question, what it does, and examples."""
@@ -58,7 +56,7 @@ def parser() -> ArgumentParser:
             epilog=f"examples:\n{examples}\n\n{MINE}\n\n{CODES}",
             **teaching,
         )
-        for name in f"{names} --json --threads --seed --traceback".split():
+        for name in f"{names} --json --seed --traceback".split():
             option, _, default = name.partition("=")
             details = OPTIONS[option] | ({"default": default} if default else {})
             if details.get("default") is not None:
@@ -104,7 +102,6 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
         dest="sketches",
         **_SKETCHES,
     ),
-    "--planner": _option("who makes the atoms: Every(50), Every(1, rows=0.1), or module:Class(…)"),
     "--steps": _option("train exactly for so many first, on top of --minutes", _natural, 0),
     "--batches": _option("how many different ones to measure on", _positive, 8),
     "--draws": _option("Monte Carlo draws, for each batch", _positive),
@@ -117,7 +114,6 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "--no-split": _switch("only the total V: much cheaper"),
     "--rounds": _option("pairs to time; 0, where FLOPs can give the verdict alone", _natural),
     "--minutes": _option("about how long measuring may take, if there is a limit", float),
-    "--device": _option("where: cpu, cuda, mps (the factory's, or cpu)"),
     "--same-batch": _switch("the batch is given: do not try half of it"),
     "--compile": _switch("kept tokens, compiled, against compiled exact blocks"),
     "--trial": _option(
@@ -127,14 +123,11 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
         const=5.0,
         metavar="MINUTES",
     ),
-    "--plot": _option(f"a picture: {', '.join(PICTURES)}", **_FILE),
     "--output": _option("where the page goes", default="sketchprop-report.html", **_FILE),
-    "--title": _option("the page's heading (the model's name)"),
     "--verbose": _switch("show what is unbiased too"),
     "--json": _option(
         "the whole report as JSON, to FILE, or instead of the tables", nargs="?", const="-", **_FILE
     ),
-    "--threads": _option("limit torch to this many threads", _positive),
     "--seed": _option("of models, data and draws", _natural, 0),
     "--traceback": _switch("show where an error comes from"),
 }

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ..meters.batches import different
+from ..meters.restore import check_model
 from ..zoo import Bert, ViT, mlp
 from .expressions import UsageError, load_module
 
@@ -28,12 +28,6 @@ class Task:
     batches: Iterable[Any]
     optimizer: Any = None
     """What --steps and --trial train with; ``None`` until it is made."""
-
-    def to(self, device: torch.device) -> Task:
-        """The same on another device; batches are moved when they are drawn."""
-        return Task(
-            self.model.to(device), self.loss_fn, Moved(self.batches, device), self.optimizer
-        )
 
     @property
     def device(self) -> torch.device:
@@ -57,9 +51,8 @@ class Task:
                 )
             return
         make, usual = OPTIMIZERS[name or "sgd"]
+        check_model(self.model)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if not parameters:
-            raise UsageError("the model has no parameter that requires a gradient; unfreeze one")
         self.optimizer = make(parameters, lr=usual if learning_rate is None else learning_rate)
 
     def train(self, steps: int, report: Callable[[float], None]) -> None:
@@ -84,20 +77,6 @@ class Task:
                 raise UsageError("the factory's batches end before --steps do; give a list")
 
 
-@dataclass
-class Moved:
-    """Batches that are moved to a device as they are drawn."""
-
-    batches: Iterable[Any]
-    device: torch.device
-
-    def __iter__(self) -> Iterator[Any]:
-        def move(leaf: Any) -> Any:
-            return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
-
-        return (tree_map(move, batch) for batch in self.batches)
-
-
 def load_task(name: str, batch_size: int, seed: int) -> Task:
     """A built-in model on random data, or ``module:factory`` that returns both and the loss."""
     torch.manual_seed(seed)
@@ -117,19 +96,6 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Classes in the last dimension, any number of positions before it."""
     inputs, labels = batch
     return F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
-
-
-def find_device(name: str) -> torch.device:
-    """The device, if it is here and works."""
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UsageError(f"--device {name} is not here: {reason}") from error
-    if device.type == "meta":
-        raise UsageError("--device meta has no numbers: nothing can be measured there")
-    return device
 
 
 OPTIMIZERS: Mapping[str, tuple[Callable[..., Any], float]] = {

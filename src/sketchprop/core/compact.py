@@ -11,8 +11,6 @@ from .probabilities import solve_dtype
 from .sampling import Atoms, Uniforms, draw_uniforms
 from .vjp import CompactGradient, Vjp
 
-__all__ = ["CompactGradient"]
-
 
 @dataclass(frozen=True)
 class Kept:
@@ -20,10 +18,6 @@ class Kept:
 
     index: Tensor
     values: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + 4 * self.index.numel()
 
 
 @dataclass(frozen=True)
@@ -128,10 +122,6 @@ class LowRank:
     def bias_grad(self) -> Tensor:
         return (self.left.sum(-2, keepdim=True) @ self.right).squeeze(-2)
 
-    @property
-    def nbytes(self) -> int:
-        return self.left.nbytes + self.right.nbytes
-
 
 @dataclass(frozen=True)
 class Whole:
@@ -150,10 +140,6 @@ class Whole:
 
     def bias_grad(self) -> Tensor:
         return self.G.sum(-2)
-
-    @property
-    def nbytes(self) -> int:
-        return self.G.nbytes
 
 
 @dataclass(frozen=True)
@@ -178,10 +164,6 @@ class TwoSided:
 
     def bias_grad(self) -> Tensor:
         return (self.bias or self.weight).bias_grad()
-
-    @property
-    def nbytes(self) -> int:
-        return self.input.nbytes
 
 
 @dataclass(frozen=True)

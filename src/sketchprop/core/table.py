@@ -122,7 +122,7 @@ def plain_data(value: Any) -> Any:
         return {str(key): plain_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain_data(item) for item in value]
-    return finite(value) if isinstance(value, float) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _entries(value: Any) -> dict[str, Any]:
@@ -130,8 +130,3 @@ def _entries(value: Any) -> dict[str, Any]:
     names = [field.name for field in fields(value) if field.repr]
     names += getattr(value, "ANSWERS", ())
     return {name: plain_data(getattr(value, name)) for name in names}
-
-
-def finite(value: float) -> float | None:
-    """What can be written; ``None`` for what is not finite."""
-    return value if math.isfinite(value) else None

@@ -5,10 +5,9 @@ hooks, FSDP2. Import this package by name; ``import sketchprop`` does not load i
 """
 
 from .ddp import SharedDraws, share_draws_
-from .pipeline import SketchedPipelineStage, sketch_stage_
-from .wire import Traffic, WireCounter, WireFormat, WireReport
+from .pipeline import sketch_stage_
+from .wire import Traffic, WireCounter, WireFormat
 
 __all__ = [
-    "SharedDraws", "SketchedPipelineStage", "Traffic", "WireCounter", "WireFormat", "WireReport",
-    "share_draws_", "sketch_stage_",
+    "SharedDraws", "Traffic", "WireCounter", "WireFormat", "share_draws_", "sketch_stage_",
 ]  # fmt: skip

@@ -119,8 +119,8 @@ class _Layer:
 class SharedDraws:
     """What ``share_draws_`` has set up; ``counter`` counts the bytes that this rank reduces."""
 
-    def __init__(self, model: DistributedDataParallel, counter: WireCounter | None = None) -> None:
-        self.counter = counter or WireCounter()
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.counter = WireCounter()
         self._group: dist.ProcessGroup = model.process_group
         self._world = dist.get_world_size(self._group)
         self._layers = [_Layer(name, module) for name, module in _candidates(model.module)]
@@ -228,13 +228,12 @@ class SharedDraws:
         return future
 
 
-def share_draws_(model: DistributedDataParallel, counter: WireCounter | None = None) -> SharedDraws:
+def share_draws_(model: DistributedDataParallel) -> SharedDraws:
     """Makes ``model`` all-reduce only the kept rows of its sketched linear layers' gradients.
 
     Registers a communication hook (DDP takes one) and returns what counts its bytes. The first
     step is dense; from then on a layer's probabilities come from the last step's weights, with a
     floor that keeps them unbiased. Call it on every rank, after ``sketch_`` and before training.
-    ``counter``: one that counts other bytes too; by default a new one.
 
     Kept rows are for linear layers with a column sketch (L1, L2, Diagonal, ...) and draws of a
     fixed size. All else is reduced densely: biases, other layers, tied weights, weights that
@@ -250,7 +249,7 @@ def share_draws_(model: DistributedDataParallel, counter: WireCounter | None = N
         raise TypeError(
             f"{type(model).__name__} is not wrapped; give DistributedDataParallel(model)"
         )
-    return SharedDraws(model, counter)
+    return SharedDraws(model)
 
 
 def _candidates(model: nn.Module) -> list[tuple[str, SketchedLinear]]:

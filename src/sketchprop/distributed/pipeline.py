@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 from ..core.random import random_state_kept, seed_generators
 from ..layers import SketchedModule
@@ -55,11 +54,10 @@ class SketchedBoundary(ABC):  # as torch's stages: only a like layout can become
     """Draws so far: it goes on when the sketch changes, so that no draw is repeated."""
     _inferred: object
 
-    def set_sketch(self, sketch: Sketch, counter: WireCounter | None = None) -> None:
+    def set_sketch(self, sketch: Sketch) -> None:
         """A new sketch for this boundary: between steps, and on every stage alike."""
-        check_sendable(sketch)
         self.sketch = sketch
-        self.counter = counter or WireCounter()
+        self.counter = WireCounter()
         self._formats, self._arriving, self._leaving = {}, {}, {}
         self._inferred = None
         mine = f"{type(sketch).__module__}.{sketch!r}"
@@ -138,35 +136,20 @@ class SketchedBoundary(ABC):  # as torch's stages: only a like layout can become
             yield
 
 
-class SketchedPipelineStage(SketchedBoundary, PipelineStage):
-    """``PipelineStage`` that sketches the gradients it sends back.
-
-        stage = SketchedPipelineStage(module, index, count, device, sketch=sp.Rows(0.1))
-        schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)
-
-    Takes all arguments and options of ``PipelineStage``, and ``sketch``: any with
-    ``sampling="fixed"`` that looks at the gradient alone; ``counter`` counts the bytes that are
-    sent. With budget 1.0 messages are torch's own, bit by bit. The neighbours' settings are
-    compared before the first message; a mismatch is an error on both.
-    """
-
-    def __init__(
-        self, *args: Any, sketch: Sketch, counter: WireCounter | None = None, **options: Any
-    ) -> None:
-        check_sendable(sketch)
-        super().__init__(*args, **options)
-        self.set_sketch(sketch, counter)
-
-
 Stage = TypeVar("Stage", bound=Any)
 
 
-def sketch_stage_(stage: Stage, sketch: Sketch, counter: WireCounter | None = None) -> Stage:
+def sketch_stage_(stage: Stage, sketch: Sketch) -> Stage:
     """Makes ``stage`` send sketched gradients, in place, and returns it.
 
-    For frameworks that build their stages themselves, and for stages of the tracing front end
-    (``pipe.build_stage``). Call it on every stage, before a step; again to change the sketch.
-    ``counter`` counts the bytes that are sent.
+        stage = sketch_stage_(PipelineStage(module, index, count, device), sp.Rows(0.1))
+        schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)
+
+    Takes a ``PipelineStage``, or a stage of the tracing front end (``pipe.build_stage``). Call it
+    on every stage, before a step; again to change the sketch. ``sketch``: any with
+    ``sampling="fixed"`` that looks at the gradient alone; ``stage.counter`` counts the bytes that
+    are sent. With budget 1.0 messages are torch's own, bit by bit. The neighbours' settings are
+    compared before the first message; a mismatch is an error on both.
     """
     if not all(hasattr(stage, name) for name in ("get_bwd_send_ops", "get_bwd_recv_ops")):
         raise TypeError(
@@ -177,15 +160,13 @@ def sketch_stage_(stage: Stage, sketch: Sketch, counter: WireCounter | None = No
     if not isinstance(stage, SketchedBoundary):
         plain: Any = type(stage)
         stage.__class__ = _sketched_class(plain)
-    stage.set_sketch(sketch, counter)
+    stage.set_sketch(sketch)
     return stage
 
 
 @cache
 def _sketched_class(plain: type) -> type:
     """One class for each class of stages."""
-    if plain is PipelineStage:
-        return SketchedPipelineStage
     return type(
         f"Sketched{plain.__name__.lstrip('_')}", (SketchedBoundary, plain), {"__module__": __name__}
     )

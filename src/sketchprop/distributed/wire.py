@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.compact import CompactGradient
 from ..core.sampling import Uniforms, draw_uniforms
-from ..core.vjp import Vjp
+from ..core.vjp import CompactGradient, Vjp
 from ..sketches import Sketch, Split
 
 _ALIGN = 8
@@ -55,7 +54,7 @@ class WireFormat:
         self._template = self._compact(zeros, lambda p, shape: p.new_zeros(shape))
         self._places: list[tuple[int, int, torch.Size, torch.dtype]] = []
         self.nbytes = 0
-        for part in _tensors(self._template):
+        for part in _tensors(self._template).values():
             kind = dtype if part.is_floating_point() else torch.int32
             size = part.numel() * kind.itemsize
             self._places.append((self.nbytes, size, part.shape, kind))
@@ -72,7 +71,7 @@ class WireFormat:
         """A draw of the sketch of ``grad``, as bytes."""
         compact = self._compact(grad.reshape(-1, grad.shape[-1]))
         buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=grad.device)
-        for part, place in zip(_tensors(compact), self._parts(buffer), strict=True):
+        for part, place in zip(_tensors(compact).values(), self._parts(buffer), strict=True):
             place.copy_(part)
         return buffer
 
@@ -86,7 +85,12 @@ class WireFormat:
 
         Indices are clamped: bytes that are no message must not write out of range.
         """
-        out.copy_(_filled(self._template, self._parts(buffer)).dense().view(out.shape))
+        tensors: Any = dict(zip(_tensors(self._template), self._parts(buffer), strict=True))
+        if "index" in tensors:
+            (size,) = (v for v in vars(self._template).values() if isinstance(v, int))
+            tensors["index"] = tensors["index"].long().clamp_(0, size - 1)
+        compact: Any = replace(self._template, **tensors)  # type: ignore[type-var]
+        out.copy_(compact.dense().view(out.shape))
 
 
 def wire_format(sketch: Sketch, tensor: Tensor) -> WireFormat | None:
@@ -100,25 +104,9 @@ def wire_format(sketch: Sketch, tensor: Tensor) -> WireFormat | None:
     return made if made.nbytes < tensor.nbytes else None
 
 
-def _tensors(compact: Any) -> Iterator[Tensor]:
-    for field in fields(compact):
-        value = getattr(compact, field.name)
-        if isinstance(value, Tensor):
-            yield value
-
-
-def _filled(template: Any, parts: Iterator[Tensor]) -> Any:
-    """``template`` with other tensors, in the order of ``_tensors``."""
-    sizes = [v for f in fields(template) if isinstance(v := getattr(template, f.name), int)]
-    new: dict[str, Any] = {}
-    for field in fields(template):
-        value = getattr(template, field.name)
-        if isinstance(value, Tensor):
-            received = next(parts)
-            if not value.is_floating_point():
-                received = received.long().clamp_(0, sizes[0] - 1)
-            new[field.name] = received
-    return replace(template, **new)
+def _tensors(compact: Any) -> dict[str, Tensor]:
+    values = {each.name: getattr(compact, each.name) for each in fields(compact)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 class Traffic(NamedTuple):
@@ -134,30 +122,9 @@ class Traffic(NamedTuple):
         return self.sent / self.exact if self.exact else float(self.sent > 0)
 
 
-@dataclass(frozen=True)
-class WireReport:
-    """Bytes over the wire by kind; ``total`` is all kinds together."""
-
-    kinds: Mapping[str, Traffic]
-
-    @property
-    def total(self) -> Traffic:
-        return Traffic(*map(sum, zip(Traffic(), *self.kinds.values(), strict=True)))
-
-    def as_dict(self) -> dict[str, dict[str, float]]:
-        rows = {**self.kinds, "total": self.total}
-        return {kind: {**t._asdict(), "ratio": t.ratio} for kind, t in rows.items()}
-
-    def __str__(self) -> str:
-        return "\n".join(
-            f"{kind}: {t.messages} messages, {t.sent:,} bytes sent, {t.exact:,} exact, "
-            f"ratio {t.ratio:.4f}"
-            for kind, t in {**self.kinds, "total": self.total}.items()
-        )
-
-
+@dataclass
 class WireCounter:
-    """Adds up what this process sends; ``take()`` after each step says what the step sent.
+    """Bytes that this process sends, by kind; ``take()`` after each step says what the step sent.
 
     >>> counter = WireCounter()
     >>> counter.add("pipeline", sent=100, exact=1000)
@@ -168,15 +135,24 @@ class WireCounter:
     0
     """
 
-    def __init__(self) -> None:
-        self._kinds: dict[str, Traffic] = {}
+    kinds: dict[str, Traffic] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Traffic:
+        return Traffic(*map(sum, zip(Traffic(), *self.kinds.values(), strict=True)))
 
     def add(self, kind: str, *, sent: int, exact: int) -> None:
-        was = self._kinds.get(kind, Traffic())
-        self._kinds[kind] = Traffic(was.messages + 1, was.sent + sent, was.exact + exact)
+        was = self.kinds.get(kind, Traffic())
+        self.kinds[kind] = Traffic(was.messages + 1, was.sent + sent, was.exact + exact)
 
-    def take(self) -> WireReport:
+    def take(self) -> WireCounter:
         """What went over the wire since the last ``take``."""
-        report = WireReport(self._kinds)
-        self._kinds = {}
-        return report
+        taken, self.kinds = WireCounter(self.kinds), {}
+        return taken
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{kind}: {t.messages} messages, {t.sent:,} bytes sent, {t.exact:,} exact, "
+            f"ratio {t.ratio:.4f}"
+            for kind, t in {**self.kinds, "total": self.total}.items()
+        )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -44,9 +43,6 @@ class Summary(Report):
 
     rows: int
     layers: tuple[LayerSummary, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def tables(self) -> list[Table]:
         shares = ("kept", f"FLOPs at {self.rows} rows", "saved")

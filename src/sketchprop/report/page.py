@@ -78,13 +78,8 @@ def setup_facts(device: torch.device | None = None) -> dict[str, str]:
 
 
 def _template() -> Any:
-    try:
-        import jinja2
-        from markupsafe import Markup
-    except ImportError as error:
-        raise ImportError(
-            "the HTML report needs jinja2, which torch requires too: pip install jinja2"
-        ) from error
+    import jinja2  # torch requires it, too
+    from markupsafe import Markup
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["svg"] = lambda chart: Markup(as_svg(chart))

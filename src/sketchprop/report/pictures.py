@@ -1,4 +1,4 @@
-"""Pictures of reports, all of them by matplotlib, which is imported here and when one is drawn."""
+"""Pictures of reports, all of them by matplotlib, which is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.table import Column, Table
-from ..meters import Estimate, MeasureReport, PlanReport, Trial
+from ..meters import Estimate, MeasureReport, PlanReport
 
-COLOURS = ("#8f99a3", "#2f86c8", "#d99a1a")
-"""Exact grey, what replaces it blue; all are seen on white and on black."""
+COLOURS = ("#8f99a3", "#2f86c8")
+"""Exact grey, what replaces it blue; both are seen on white and on black."""
 MOST_ROWS = 40
 """A chart of more layers shows the largest; its table has all."""
 STYLE = {
@@ -73,28 +73,6 @@ class BarChart:
             axes.set_xlabel(f"the {len(rows)} largest of {count}")
 
 
-@dataclass(frozen=True)
-class LossCurves:
-    """Losses against the seconds of training: a line for each repeat of each way."""
-
-    trial: Trial
-    title: str = "Loss against seconds"
-    size: tuple[float, float] = (6.0, 4.0)
-
-    def draw(self, axes: Any) -> None:
-        for way, colour in zip(self.trial.ways, COLOURS, strict=False):
-            for number, curve in enumerate(way.curves):
-                seconds, losses = zip(*((m.seconds, m.loss) for m in curve), strict=True)
-                name = way.name if number == 0 else None
-                axes.plot(seconds, losses, ".-", color=colour, label=name)
-        axes.set(xlabel="seconds of training", ylabel="loss on batches kept apart")
-        axes.grid(alpha=0.4)
-        axes.legend()
-
-
-Picture = BarChart | LossCurves
-
-
 def noise_chart(report: MeasureReport) -> BarChart:
     """V/σ² by the layer that injected it."""
     return BarChart(report.noise_by_layer(), ("V/σ²",))
@@ -106,16 +84,14 @@ def plan_chart(report: PlanReport) -> BarChart:
     return BarChart(table, ("ms", "saves ms"))
 
 
-def save_picture(picture: Picture, path: str) -> None:
-    """As PNG, PDF or SVG, as the path ends."""
-    _write(picture, path, title=picture.title, dpi=150)
-
-
-def as_svg(picture: Picture) -> str:
+def as_svg(chart: BarChart) -> str:
     """An ``<svg>`` to stand inside a page, below a heading of its own."""
-    stream = io.StringIO()
+    stream, matplotlib = io.StringIO(), require_matplotlib()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    _write(picture, stream, format="svg", transparent=True, metadata=nothing)
+    with matplotlib.rc_context(STYLE):
+        figure = matplotlib.figure.Figure(figsize=chart.size, layout="constrained")
+        chart.draw(figure.subplots())
+        figure.savefig(stream, format="svg", transparent=True, metadata=nothing)
     text = stream.getvalue()
     return text[text.index("<svg") :]
 
@@ -128,16 +104,6 @@ def require_matplotlib() -> Any:
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install 'sketchprop[cli]'") from error
     return matplotlib
-
-
-def _write(picture: Picture, target: Any, title: str | None = None, **options: Any) -> None:
-    matplotlib = require_matplotlib()
-    with matplotlib.rc_context(STYLE):
-        figure = matplotlib.figure.Figure(figsize=picture.size, layout="constrained")
-        if title:
-            figure.suptitle(title, fontsize=10)
-        picture.draw(figure.subplots())
-        figure.savefig(target, **options)
 
 
 def _bar(cell: Any, column: Column) -> Estimate:

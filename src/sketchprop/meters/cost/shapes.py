@@ -27,10 +27,6 @@ class Use:
     sketched: bool = False
     """Whether this call recorded a sketched backward."""
 
-    @property
-    def exact_flops(self) -> float:
-        return sum(product.exact_flops for product in self.products)
-
 
 @contextmanager
 def recorded_uses(layers: Mapping[nn.Module, str]) -> Iterator[list[Use]]:
