@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
@@ -163,6 +164,46 @@ def in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list((getattr(pool, "_processes", None) or {}).values()):
             process.terminate()
+
+
+def in_ray(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
+    """On a Ray cluster: ``RAY_ADDRESS`` names it, else one is started on this machine."""
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as error:
+        raise ExperimentError("--engine ray needs Ray: pip install '.[experiments-ray]'") from error
+    package = Path(__file__).parents[1]
+    variables = {k: v for k, v in os.environ.items() if k == "SKETCHPROP_DATA"}
+    own = not ray.is_initialized()
+    if own:
+        local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers or None}
+        ray.init(
+            **local,
+            runtime_env={"py_modules": [str(package)], "env_vars": variables},
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    try:
+        # A driver may have no GPU itself.
+        gpus = int(jobs[0].machine.device.startswith("cuda") or jobs[0].machine.gpus > 0)
+        remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=2)(_execute_alone)
+        waiting = {remote.remote(job): job for job in jobs}
+        while waiting:
+            ready, _ = ray.wait(list(waiting), num_returns=1)
+            for reference in ready:
+                yield waiting.pop(reference), ray.get(reference)
+    finally:
+        if own:
+            ray.shutdown()
+
+
+ENGINES: dict[str, Engine] = {"processes": in_processes, "ray": in_ray}
+
+
+def _execute_alone(job: Job) -> list[Row]:
+    with one_thread():
+        return execute(job)
 
 
 @contextlib.contextmanager

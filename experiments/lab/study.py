@@ -20,7 +20,7 @@ from sketchprop.core.allocator import keep_pages
 from ..methods import EXACT
 from . import ExperimentError, claims
 from .claims import Claim
-from .engine import Job, in_processes, missing_jobs, one_thread, progress_lines, run_sweep
+from .engine import ENGINES, Job, missing_jobs, one_thread, progress_lines, run_sweep
 from .figures import draw_figure, order
 from .machine import Machine, seconds_of
 from .pages import write_page
@@ -200,6 +200,7 @@ class SweepStudy(Study):
             told = "which figure to train and draw; the page is made with all of them"
             add("--figure", default="all", choices=(*self.figures, "all"), help=told)
         add("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: in this one")
+        add("--engine", default="processes", choices=sorted(ENGINES), help="ray: a Ray cluster")
         add("--device", default="", help="cpu, or cuda: a process for each (a GPU if there is one)")
         add("--tf32", action="store_true", help="on a GPU: products in TensorFloat-32")
         add("--compile", action="store_true", help="torch.compile the steps")
@@ -228,7 +229,7 @@ class SweepStudy(Study):
             report = None if options.quiet else progress_lines()
             with Store(out, self.schema) as store:
                 missing = partial(missing_jobs, points, machine=machine)
-                run_sweep(missing, store, in_processes, options.workers, report)
+                run_sweep(missing, store, ENGINES[options.engine], options.workers, report)
                 write_table(store.rows(), out, self.schema)
         reading = Reading(sweep, tuple(names), read_rows(out, self.schema), out)
         written = self.draw(reading)

@@ -13,7 +13,7 @@ from pathlib import Path
 from sketchprop.core.allocator import keep_pages
 
 from ..lab import ExperimentError
-from ..lab.engine import Job, in_processes, progress_lines, run_sweep
+from ..lab.engine import ENGINES, Job, progress_lines, run_sweep
 from ..lab.pages import read_json, write_csv, write_json
 from ..lab.store import Store, rows_so_far, write_table
 from ..lab.study import Study, schema_of
@@ -52,6 +52,7 @@ class PayStudy(Study):
         )
         add("--seconds", type=float, default=120.0, help="how long steps of a task are timed (120)")
         add("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: in this one")
+        add("--engine", default="processes", choices=sorted(ENGINES), help="ray: a Ray cluster")
         add(
             "--plan",
             action="store_true",
@@ -121,7 +122,7 @@ class PayStudy(Study):
         report = None if options.quiet else progress_lines()
         with Store(folder, SCHEMA) as store:
             missing = partial(missing_jobs, _narrowed(contest, options.ways), costs)
-            run_sweep(missing, store, in_processes, options.workers, report)
+            run_sweep(missing, store, ENGINES[options.engine], options.workers, report)
             rows = store.rows()
         write_table(rows, folder, SCHEMA)
         begun = _narrowed(contest, ",".join({row["way"] for row in rows}))

@@ -212,3 +212,15 @@ def test_missing_data_is_an_error_and_nothing_counts_as_done(tmp_path, tiny, mon
     assert "is not on this machine" in capsys.readouterr().err
     assert stored_count(out) == 0
     assert not (out / TABLE).exists()
+
+
+@pytest.mark.usefixtures("real_data")
+def test_a_local_ray_finds_the_same_numbers(tmp_path, tiny):
+    pytest.importorskip("ray")
+    Path(tiny).write_text(TINY.replace("[0.1, 0.5]", "[0.5]").replace("widen = 1", "widen = 0"))
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(["mnist", "--preset", tiny, "--out", str(one), "--workers", "0", "--quiet"]) == 0
+    command = [sys.executable, "-m", "experiments", "mnist", "--preset", tiny, "--out", str(two)]
+    command += ["--engine", "ray", "--workers", "2", "--quiet"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    assert rows_without_time(one) == rows_without_time(two)
