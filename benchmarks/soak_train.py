@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sketchprop as sp
+from sketchprop.layers.depth import load_shares_, shares_of
 from sketchprop.zoo import ViT
 
 SAVE_EVERY = 97
@@ -79,6 +80,7 @@ class Run:
         state: dict[str, Any] = {
             "step": self.step,
             "model": self.model.state_dict(),
+            "shares": shares_of(self.model),
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
         }
@@ -91,6 +93,7 @@ class Run:
             state = torch.load(self.checkpoint)
             self.step = state["step"]
             self.model.load_state_dict(state["model"])
+            load_shares_(self.model, state["shares"])
             self.optimizer.load_state_dict(state["optimizer"])
             torch.set_rng_state(state["random"])
 

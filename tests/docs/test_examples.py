@@ -36,7 +36,7 @@ def test_the_trainer_example_compares_both_ways():
     assert [name for name, *_ in rows] == ["exact", "Tokens(0.5)"]
     exact, sketched = re.findall(r"kept backward FLOPs of linear layers: (\S+)", out)
     assert float(exact) == 1.0
-    assert 0.5 < float(sketched) < 0.8  # half of the rows, 0.6 and 0.9 of queries and keys
+    assert 0.3 < float(sketched) < 0.8  # of attention, which is not in it, some shares keep more
     assert len({loss for _, loss, *_ in rows}) == 2  # other draws, another loss
 
 

@@ -302,7 +302,7 @@ CASES: dict[str, dict[str, Callable[[], Gradients]]] = {
 WAITS = {
     "stack, gsv": 4,
     **{f"linear, {s!r}": 2 for s in SPECTRAL},
-    "measure": 30,
+    "measure": 36,
     "Tuner": 12,
     "advise": 1000,
 }

@@ -88,7 +88,9 @@ class SketchOptions:
     def values(self, model: nn.Module) -> dict[str, float]:
         """What there is to log, with what the tuner found last."""
         logged = {"sketch_kept_flops": kept_flops(model, self.rows)}
-        budgets = {m.sketch.budget for m in model.modules() if isinstance(m, SketchedModule)}
+        states = [m.sketching for m in model.modules() if isinstance(m, SketchedModule)]
+        # Of blocks that share a budget its mean.
+        budgets = {(s.shares.tokens if s.shares else s.sketch).budget for s in states}
         if len(budgets) == 1:
             logged["sketch_budget"] = float(budgets.pop())
         if self.tuner is not None and self.tuner.log:
