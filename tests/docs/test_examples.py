@@ -13,7 +13,7 @@ import pytest
 from experiments.data import DataError, cifar10
 
 FOLDER = Path(__file__).parents[2] / "examples"
-TABLE = re.compile(r"^(exact|\w+\(0\.5\)) +(\d+\.\d+) +([01]\.\d+) +(\d+\.\d+)", re.MULTILINE)
+TABLE = re.compile(r"^(exact|\w+\(0\.\d\)) +(\d+\.\d+) +([01]\.\d+) +(\d+\.\d+)", re.MULTILINE)
 
 
 def run(example, *arguments):
@@ -31,12 +31,12 @@ def run(example, *arguments):
 
 def test_the_trainer_example_compares_both_ways():
     pytest.importorskip("transformers", reason="needs transformers")
-    out = run("finetune_trainer.py", "--smoke", "--budget", "0.5")
+    out = run("finetune_trainer.py", "--smoke", "--budget", "0.2")
     rows = TABLE.findall(out)
-    assert [name for name, *_ in rows] == ["exact", "Tokens(0.5)"]
+    assert [name for name, *_ in rows] == ["exact", "Tokens(0.2)"]
     exact, sketched = re.findall(r"kept backward FLOPs of linear layers: (\S+)", out)
     assert float(exact) == 1.0
-    assert 0.3 < float(sketched) < 0.8  # of attention, which is not in it, some shares keep more
+    assert 0.05 < float(sketched) < 0.6  # of attention, which is not in it, some shares keep more
     assert len({loss for _, loss, *_ in rows}) == 2  # other draws, another loss
 
 

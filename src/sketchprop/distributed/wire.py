@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +122,6 @@ class Traffic(NamedTuple):
         return self.sent / self.exact if self.exact else float(self.sent > 0)
 
 
-@dataclass
 class WireCounter:
     """Bytes that this process sends, by kind; ``take()`` after each step says what the step sent.
 
@@ -135,7 +134,8 @@ class WireCounter:
     0
     """
 
-    kinds: dict[str, Traffic] = field(default_factory=dict)
+    def __init__(self, kinds: Mapping[str, Traffic] | None = None) -> None:
+        self.kinds = dict(kinds or {})
 
     @property
     def total(self) -> Traffic:
