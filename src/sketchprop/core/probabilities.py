@@ -8,8 +8,8 @@ whose solution is water-filling: pᵢ = min(1, √wᵢ/√λ).
 
 Draws in C: at small batches a draw's thirty operations cost more to call than to compute, so that
 water-filling and systematic sampling are operations of torch too, with a kernel for the CPU. It is
-plain C (``draw.c``), built with the wheel where there is a compiler; without it, on other devices,
-in traces and in compiled graphs the torch code runs, which is also what tests compare it with.
+plain C (``draw.c``), built with the wheel where there is a compiler; without it, on other devices
+and in traces the torch code runs, which is also what tests compare it with.
 Registered with torch, so that profilers and traces see the calls.
 """
 
@@ -139,10 +139,13 @@ _C: Any = _load()
 
 
 def in_c(*tensors: Tensor) -> bool:
-    """Whether the kernels can be called for these: numbers in the memory of the CPU."""
-    if _C is None or torch.compiler.is_compiling():
+    """Whether the kernels can be called for these: numbers in the memory of the CPU, now or when a
+    compiled graph runs."""
+    if _C is None or any(t.device.type != "cpu" for t in tensors):
         return False
-    real = all(type(t) is Tensor and t.device.type == "cpu" for t in tensors)
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    real = all(type(t) is Tensor for t in tensors)
     return real and not torch._C._are_functorch_transforms_active()
 
 
@@ -172,13 +175,23 @@ def _wide_copy(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=torch.float64).copy_(x)
 
 
-for _schema, _kernel in (
-    ("fill(Tensor roots, float rank) -> Tensor", _fill),
-    ("capped_fill(Tensor roots, float rank, float most) -> Tensor", _capped_fill),
-    ("systematic(Tensor p, Tensor u, int rank) -> (Tensor, Tensor)", _systematic),
+def _empty_p(roots: Tensor, *sizes: float) -> Tensor:
+    return roots.new_empty(roots.shape, dtype=torch.float64)
+
+
+def _empty_draw(p: Tensor, u: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    shape = (*p.shape[:-1], rank)
+    return p.new_empty(shape, dtype=torch.int64), p.new_empty(shape)
+
+
+for _schema, _kernel, _shaped in (
+    ("fill(Tensor roots, float rank) -> Tensor", _fill, _empty_p),
+    ("capped_fill(Tensor roots, float rank, float most) -> Tensor", _capped_fill, _empty_p),
+    ("systematic(Tensor p, Tensor u, int rank) -> (Tensor, Tensor)", _systematic, _empty_draw),
 ):
     _OPERATIONS.define(_schema)
     _OPERATIONS.impl(_schema.partition("(")[0], _kernel, "CPU")
+    _OPERATIONS.impl(_schema.partition("(")[0], _shaped, "Meta")
 
 fill_in_c: Callable[[Tensor, float], Tensor] = torch.ops.sketchprop.fill.default
 capped_fill_in_c: Callable[[Tensor, float, float], Tensor] = (
