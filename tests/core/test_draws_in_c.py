@@ -44,9 +44,10 @@ def test_probabilities_and_draws_are_those_of_torch(case, monkeypatch):
 
     p = water_fill(roots, rank).nan_to_num(rank / n)
     u = torch.rand((), dtype=torch.float64)
-    ours, torchs = both(monkeypatch, lambda: draw(p, rank, uniforms=lambda *_: u))
-    assert torch.equal(ours[0], torchs[0])
-    assert torch.equal(ours[1], torchs[1])
+    for given in (u, u.float()):  # C reads float64 alone
+        ours, torchs = both(monkeypatch, lambda u=given: draw(p, rank, uniforms=lambda *_: u))
+        assert torch.equal(ours[0], torchs[0])
+        assert torch.equal(ours[1], torchs[1])
 
     samples = roots_of(case, 4, n)
     capacity = min(n, math.ceil(1.25 * rank))

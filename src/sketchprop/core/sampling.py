@@ -43,7 +43,8 @@ def draw(
     """
     if sampling == "fixed":
         u = uniforms(p, tuple(p.shape[:-1]))
-        if rank < p.shape[-1] and u.shape == p.shape[:-1] and in_c(p, u):
+        wide = p.dtype == u.dtype == torch.float64
+        if wide and rank < p.shape[-1] and u.shape == p.shape[:-1] and in_c(p, u):
             return systematic_in_c(p, u, int(rank))
         index = systematic(p, u, int(rank))
         return index, take(p, index).reciprocal()
