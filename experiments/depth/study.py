@@ -20,15 +20,18 @@ from sketchprop.layers.depth import load_shares_, shares_in, shares_of
 from sketchprop.meters.noise.gradients import squared_norms
 
 from ..lab.checkpoints import FOLDER, Checkpoint
+from ..lab.engine import spread
 from ..lab.noise import exact_gradient, gradients_of, noise_batches, trained_parameters
 from ..lab.pages import made_on, number_text, read_json, write_json
 from ..lab.problem import GOING, Problem, trajectory
 from ..lab.study import MeasuredStudy
-from ..lab.trainer import Batch
+from ..lab.trainer import Batch, outputs
 from ..tasks.table import TASKS, Task
 
 EXACT = "exact"
 EVEN, SHARED, EARLY = "even", "shared out", "shared out at the first moment"
+WAYS = (EXACT, EVEN, SHARED)
+"""What trains."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class DepthStudy(MeasuredStudy):
             "--task", default="documents", choices=sorted(TASKS), help="what is trained"
         )
         parser.add_argument("--train", action="store_true", help="and train all ways equally long")
+        parser.add_argument("--workers", type=int, default=2, help="runs at a time; 0: no process")
 
     def measure(self, settings: Settings, out: Path, options: argparse.Namespace) -> None:
         """Adds the moments that are missing."""
@@ -62,19 +66,26 @@ class DepthStudy(MeasuredStudy):
         problem = task.problem(settings.size == "small")
         own = found.setdefault(task.name, {"title": problem.title, "machine": made_on()})
         steps = settings.moments or task.moments
-        for step, model in trajectory(problem, steps, task.rate, out / task.name):
-            if str(step) not in own:
-                early = own.get(str(steps[0]), {}).get("shares", {})
-                own[str(step)] = _looked_at(model, problem, settings, early)
-                write_json(stored, found)
+        missing = [step for step in steps if str(step) not in own]
+        for step, model in trajectory(problem, missing, task.rate, out / task.name):
+            early = own.get(str(steps[0]), {}).get("shares", {})
+            own[str(step)] = _looked_at(model, problem, settings, early)
+            write_json(stored, found)
             if not options.quiet:
                 sys.stderr.write(f"{task.name}, step {step}: {_line(own[str(step)])}\n")
         if options.train:
             runs = own.setdefault("runs", {})
-            for seed, way in product(range(settings.seeds), (EXACT, EVEN, SHARED)):
-                if f"{way}/{seed}" not in runs:
-                    runs[f"{way}/{seed}"] = _trained(task, settings, way, seed, own, out)
-                    write_json(stored, found)
+            moments = [moment for step, moment in own.items() if step.isdecimal()]
+            jobs = [
+                _job(task, settings, moments, seed, way, out)
+                for seed, way in product(range(settings.seeds), WAYS)
+                if f"{way}/{seed}" not in runs
+            ]
+            for job, curves in spread(_trained, jobs, options.workers) if jobs else ():
+                runs[f"{job.way}/{job.seed}"] = curves
+                write_json(stored, found)
+                if not options.quiet:
+                    sys.stderr.write(f"{job.way}, seed {job.seed}: {curves}\n")
 
     def results(self, settings: Settings, out: Path) -> tuple[list[Path], dict[str, Any]]:
         found = read_json(out / "results.json")
@@ -86,33 +97,59 @@ class DepthStudy(MeasuredStudy):
             for way, line in moment["ways"].items()
         ]
         runs = [
-            [task, *name.split("/"), *(number_text(score, 4) for score in scores)]
+            [
+                task,
+                *name.split("/"),
+                *(f"{a:.1f} ({b:.3f})" for a, b in zip(c["test"], c["loss"], strict=True)),
+            ]
             for task, own in found.items()
-            for name, scores in own.get("runs", {}).items()
+            for name, c in sorted(own.get("runs", {}).items())
         ]
         return [], {"rows": rows, "tasks": found, "runs": runs}
 
 
-def _trained(
-    task: Task, settings: Settings, way: str, seed: int, own: dict[str, Any], out: Path
-) -> list[float]:
-    """Test scores at the marks, all ways having had the same time of the processor by what a step
-    takes in the mean over the moments, measuring the shares included."""
-    moments = [moment for step, moment in own.items() if step.isdecimal()]
+@dataclass(frozen=True)
+class Job:
+    """A run in a worker process."""
+
+    task: str
+    small: bool
+    way: str
+    sketch: str
+    seed: int
+    marks: tuple[int, ...]
+    checkpoint: Path
+
+
+def _job(
+    task: Task, settings: Settings, moments: Sequence[Any], seed: int, way: str, out: Path
+) -> Job:
+    """All ways have the same time of the processor by what a step takes in the mean over the
+    moments, measuring the shares included."""
     ratio = 1.0 if way == EXACT else fmean(m["ways"][way]["time"] for m in moments)
     spent = fmean(m["steps"] for m in moments) if way == SHARED else 0.0
-    marks = [
-        round((settings.steps * k / settings.marks - spent) / ratio)
-        for k in range(1, settings.marks + 1)
-    ]
+    quarters = [k / settings.marks for k in range(1, settings.marks + 1)]
+    marks = tuple(round((settings.steps * q - spent) / ratio) for q in quarters)
     share = "measured" if way == SHARED else "even"
     sketch = "" if way == EXACT else f"Tokens({settings.budget:g}, share={share!r})"
-    problem = task.problem(settings.size == "small")
-    trainer = problem.trainer(task.rate, seed, marks, sketch=sketch, decay=True)
-    name = f"{way.replace(' ', '-')}-{seed}"
-    found = trainer.train(Checkpoint(out / task.name / FOLDER / f"{name}.pt", GOING))
-    scores: list[float] = found["test_curve"]
-    return scores
+    path = out / task.name / FOLDER / f"{way.replace(' ', '-')}-{seed}.pt"
+    return Job(task.name, settings.size == "small", way, sketch, seed, marks, path)
+
+
+def _trained(job: Job) -> dict[str, list[float]]:
+    """The score on test data at the marks, and the mean loss of training since the one before."""
+    task = TASKS[job.task]
+    problem = task.problem(job.small)
+
+    def tested(model: nn.Module) -> tuple[float, float]:
+        return 0.0, problem.score(*outputs(model, problem.test()))
+
+    trainer = problem.trainer(
+        task.rate, job.seed, job.marks, sketch=job.sketch, decay=True, evaluate=tested
+    )
+    found = trainer.train(Checkpoint(job.checkpoint, GOING))
+    job.checkpoint.unlink(missing_ok=True)
+    return {"test": found["test_curve"], "loss": found["loss_curve"]}
 
 
 def _looked_at(

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,8 @@ from .sweep import Findings, Point, Run, planned_runs
 Trained = tuple["Job", list[Row]]
 Engine = Callable[[Sequence["Job"], int], Iterator[Trained]]
 Report = Callable[[float, float, str], None]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 LINE_EVERY = 20.0
 """Seconds between two lines of progress."""
 
@@ -139,20 +141,27 @@ def _row(run: Run, found: Findings) -> Row:
 
 def in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Trained]:
     """On the cores of this machine, or a process for each GPU; ``workers=0``: in this process."""
+    yield from spread(execute, jobs, workers, jobs[0].machine.gpus)
+
+
+def spread(
+    call: Callable[[Item], Result], items: Sequence[Item], workers: int, gpus: int = 0
+) -> Iterator[tuple[Item, Result]]:
+    """Each item with what a worker process makes of it, in the order in which they end."""
     if workers == 0:
         with one_thread():
-            for job in jobs:
-                yield job, execute(job)
+            for item in items:
+                yield item, call(item)
         return
     context = multiprocessing.get_context("spawn")
-    gpus, numbers = jobs[0].machine.gpus, context.SimpleQueue()
+    numbers = context.SimpleQueue()
     for number in range(gpus):
         numbers.put(number)
     pool = concurrent.futures.ProcessPoolExecutor(
-        min(gpus or workers, len(jobs)), context, _start_worker, (os.getpid(), gpus, numbers)
+        min(gpus or workers, len(items)), context, _start_worker, (os.getpid(), gpus, numbers)
     )
     try:
-        waiting = {pool.submit(execute, job): job for job in jobs}
+        waiting = {pool.submit(call, item): item for item in items}
         for future in concurrent.futures.as_completed(waiting):
             yield waiting[future], future.result()
     except concurrent.futures.process.BrokenProcessPool as error:

@@ -125,6 +125,8 @@ def trajectory(
 
     The run's end lies one step behind the last of them: nothing is evaluated.
     """
+    if not steps:
+        return
     trainer = problem.trainer(rate, 0, [max(steps) + 1])
     going = Checkpoint(folder / FOLDER / f"{problem.name}-going.pt", GOING)
     for step in steps:
