@@ -61,22 +61,23 @@ def pieces(x: Tensor, y: Tensor, ready: Callable[[Tensor], Tensor]) -> Callable[
     return batches
 
 
-@lru_cache(maxsize=2)
-def cifar_vit(large: bool) -> Problem:
-    """A ViT of dimension 96 and depth 4 on CIFAR-10, or one of 192 and 9."""
+@lru_cache(maxsize=4)
+def cifar_vit(name: str, batch_size: int, **sizes: int) -> Problem:
+    """A ViT on CIFAR-10."""
     train, test = data.cifar10(train=True), data.cifar10(train=False)
     last, end = 20000, 21000
-    vast = partial(ViT, dim=192, depth=9, heads=12, hidden=1024)
-    sizes = "dimension 192, depth 9" if large else "dimension 96, depth 4"
+    model = ViT(**sizes)
+    (tokens, dim), depth = model.position.shape, len(model.blocks)
     return Problem(
-        name="vit-large" if large else "vit",
-        title=f"ViT ({sizes}) on CIFAR-10, batch 128, AdamW",
-        model=vast if large else ViT,
+        name=name,
+        title=f"ViT (dimension {dim}, depth {depth}) on CIFAR-10, {tokens} tokens a picture, "
+        f"batch {batch_size}, AdamW",
+        model=partial(ViT, **sizes),
         draw=drawer(train.images[:last], train.labels[:last], pixels),
         loss=F.cross_entropy,
         validation=pieces(train.images[last:end], train.labels[last:end], pixels),
         test=pieces(test.images[:2000], test.labels[:2000], pixels),
-        batch_size=128,
+        batch_size=batch_size,
         inner=in_blocks,
     )
 
