@@ -1,7 +1,8 @@
 """Which rates, batch sizes and lengths are run: decided stage by stage, and stored as a table.
 
-1. Exact training and ``Tokens(0.3)`` try rates at all batch sizes.   (validation data, part of T)
-2. The best size of each is known; other ways try rates at the sizes that they follow.
+1. Exact training and the leading way try rates at batch sizes.       (validation data, part of T)
+2. The best size of each is known; other ways try rates at the sizes that they follow. With
+   ``best_budget`` only the best of the kept tokens goes on.
 3. With ``finals`` the best two rates of each way run for the whole time, and the better is taken.
 4. Exact training runs to the end at its own rate and at those that others chose at that size.
    (test data; so the control is harder to beat)
@@ -27,15 +28,13 @@ from ..lab.pages import table, write_csv
 from ..lab.store import Row
 from ..lab.sweep import Run
 from .contest import Contest
-from .ways import EXACT, KEPT, PUBLISHED, Way, find_way
+from .ways import EXACT, LEAD, PUBLISHED, Way, find_way
 
 TABLE = "choices.csv"
 CONTROL = "control"
 FIRST = (1, 2, 3)
 """The places of the rates that are tried first; of the two beside them one may follow."""
 BESIDE = {1: 0, 3: 4}
-SHOWN = 3
-"""Batch sizes of exact training that are reported."""
 FINALISTS = 2
 """Rates that all seeds try which choose them; the first of these seeds tries more."""
 TWO = (0.5, 1.0)
@@ -92,10 +91,19 @@ class Decisions:
         self.control: int | None = None
         self.best: dict[str, list[int]] = {}
         """Batch sizes of a way, the one that did best on validation data first."""
+        self.dropped: set[str] = set()
+        """Kept tokens at budgets that others have beaten on validation data."""
         if contest.trained:
             ways = [find_way(name) for name in contest.ways]
-            self._try_all_sizes(way for way in ways if way.sizes)
-            self._follow(way for way in ways if not way.sizes)
+            self._try_sizes(find_way(EXACT), contest.batches)
+            if contest.lead in contest.ways:
+                best = sorted(self.best.get(EXACT, [])[: contest.tried_sizes])
+                self._try_sizes(
+                    find_way(contest.lead), best if contest.tried_sizes else contest.batches
+                )
+            self._follow(way for way in ways if way.name not in (EXACT, contest.lead))
+            if contest.best_budget:
+                self._drop(ways)
             self.sides.sort(key=lambda side: contest.ways.index(side.way.name))
             for side in self.sides:
                 if side.way.name != EXACT:
@@ -106,21 +114,33 @@ class Decisions:
 
     # -- stages ------------------------------------------------------------------------------------
 
-    def _try_all_sizes(self, ways: Iterable[Way]) -> None:
-        for way in ways:
-            sides = [self._tried(way, size, "") for size in self.contest.batches]
-            if all(side.ranked for side in sides):
-                sides.sort(key=lambda side: -side.ranked[0][0])
-                self.best[way.name] = [side.batch for side in sides]
-                for rank, side in enumerate(sides, 1):
-                    side.why = f"size {rank} of {len(sides)} on validation data"
+    def _try_sizes(self, way: Way, sizes: Sequence[int]) -> None:
+        sides = [self._tried(way, size, "") for size in sizes]
+        if sides and all(side.ranked for side in sides):
+            sides.sort(key=lambda side: -side.ranked[0][0])
+            self.best[way.name] = [side.batch for side in sides]
+            for rank, side in enumerate(sides, 1):
+                side.why = f"size {rank} of {len(sides)} on validation data"
+
+    def _drop(self, ways: Sequence[Way]) -> None:
+        """All kept tokens but the best at its best size; all of them while that is not known."""
+        kept = {way.name for way in ways if way.kept}
+        scores = {
+            name: max((s.ranked[0][0] for s in self.sides if s.way.name == name and s.ranked),
+                      default=None)
+            for name in kept
+        }  # fmt: skip
+        known = {name: score for name, score in scores.items() if score is not None}
+        best = max(known, key=lambda name: known[name]) if len(known) == len(kept) else ""
+        self.dropped = kept - {best}
 
     def _follow(self, ways: Iterable[Way]) -> None:
         for way in ways:
             for leader in way.follows:
                 size, why = self.contest.published, "the published size"
                 if leader != PUBLISHED:
-                    name = leader if leader in self.contest.ways else EXACT
+                    name = self.contest.lead if leader == LEAD else leader
+                    name = name if name in self.contest.ways else EXACT
                     size = next(iter(self.best.get(name, ())), 0)
                     why = f"the best size of {find_way(name).label}"
                 if size and self.side(way.name, size) is None:
@@ -164,14 +184,17 @@ class Decisions:
         side.why += f"; {why}"
 
     def _leads(self, side: Side) -> bool:
-        """Whether it is at a size that it is reported at."""
-        return not side.way.sizes or self.best.get(side.way.name, [0])[0] == side.batch
+        """Whether it is reported, and at this size."""
+        if side.way.name in self.dropped:
+            return False
+        tries = side.way.name in (EXACT, self.contest.lead)
+        return not tries or self.best.get(side.way.name, [0])[0] == side.batch
 
     def _choose_control(self) -> None:
         """Exact training at its best sizes and at that of kept tokens: the size that ends best."""
         exact = [side for side in self.sides if side.way.name == EXACT and side.ranked]
         rivals = (
-            {*self.best[EXACT][:SHOWN], *self.best.get(KEPT, [])[:1]}
+            {*self.best[EXACT][: self.contest.ended_sizes], *self._lead_size}
             if EXACT in self.best
             else set()
         )
@@ -210,19 +233,31 @@ class Decisions:
             return (side.way.shares or self.contest.shares) if self._leads(side) else ()
         if side.batch == self.control:
             return self.contest.shares
-        leaders = [self.best[name][0] for name in (EXACT, KEPT) if name in self.best]
+        leaders = [*self.best.get(EXACT, [])[:1], *self._lead_size]
         if side.batch in (*leaders, self.contest.published):
             return TWO
         return (1.0,) if side.ended else ()
+
+    @property
+    def _budgets(self) -> int:
+        """How many of the ways keep tokens at a budget that stays."""
+        return sum(find_way(name).kept for name in self.contest.ways)
+
+    @property
+    def _lead_size(self) -> list[int]:
+        """The best size of the leading way, once it is known."""
+        return self.best.get(self.contest.lead, [])[:1]
 
     # -- what is asked of them ---------------------------------------------------------------------
 
     @property
     def settled(self) -> bool:
         """Whether all ways but exact training have their sizes and rates."""
-        others = [name for name in self.contest.ways if name != EXACT]
+        others = [n for n in self.contest.ways if n != EXACT and n not in self.dropped]
         certain = {side.way.name for side in self.sides if side.certain}
         leading = [s for s in self.sides if s.way.name != EXACT and self._leads(s)]
+        if self.contest.best_budget and len(self.dropped) == self._budgets:
+            return False  # the best of them is not known
         return set(others) <= certain and all(side.certain for side in leading)
 
     def runs(self) -> list[Run]:

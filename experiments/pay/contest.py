@@ -14,7 +14,7 @@ from ..lab.problem import Problem
 from ..lab.sweep import Cell, Findings, Run
 from ..lab.trainer import Trainer, outputs
 from ..tasks.table import TASKS, Task
-from .ways import CONTROLS, EXACT, Way, find_way
+from .ways import CONTROLS, EXACT, KEPT, MEASURING, Way, find_way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class Contest:
     length: int = 0
     """The whole time, in exact steps at the middle batch size."""
     batches: tuple[int, ...] = ()
-    """Sizes that exact training and ``Tokens(0.3)`` try."""
+    """Sizes that exact training tries."""
     unit: int = 0
     """The one whose exact steps are the unit of time; 0: the middle one."""
     published: int = 0
@@ -116,6 +116,16 @@ class Contest:
     too; 0: none of them."""
     rates: tuple[float, ...] = ()
     ways: tuple[str, ...] = (EXACT, "tokens-0.3", "tokens-0.2", "rows-0.3", "tuner")
+    lead: str = KEPT
+    """The way that tries batch sizes as exact training does."""
+    tried_sizes: int = 0
+    """How many of them, those that are best for exact training; 0: all."""
+    best_budget: bool = False
+    """Whether of kept tokens at budgets that stay only the best on validation data is reported."""
+    ended_sizes: int = 3
+    """Batch sizes of exact training that are reported."""
+    compiled: bool = False
+    """Whether the steps that are timed are those of compiled blocks, exact ones too."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     tuning_seeds: tuple[int, ...] = (100,)
     """They choose rates and batch sizes and are not reported: the first tries all rates, the others
@@ -142,7 +152,7 @@ class Contest:
 
     def check(self, where: str) -> Contest:
         _task(self.task)
-        for name in self.ways:
+        for name in (*self.ways, self.lead):
             find_way(name)
         if self.trained and (
             len(self.rates) != 5 or sorted(self.rates, reverse=True) != list(self.rates)
@@ -167,8 +177,10 @@ class Contest:
     def cell(
         self, way: Way, batch: int, share: float, costs: Mapping[str, float], tested: int
     ) -> TimedCell:
+        # A tuner's probes measure, and are paid for one by one.
+        once = MEASURING * costs[f"/{batch}"] if way.measures and not way.control else 0.0
         return TimedCell(
             sketch=way.sketch, task=self.task, size=self.size, way=way.name, batch=batch,
-            time=share * self.length, costs=tuple(costs[f"{s}/{batch}"] for s in way.timed),
+            time=share * self.length - once, costs=tuple(costs[f"{s}/{batch}"] for s in way.timed),
             rates=self.rates, tested=tested, thin=self.thin,
         )  # fmt: skip

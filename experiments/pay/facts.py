@@ -17,7 +17,7 @@ from .contest import Contest
 from .outcome import LEVEL, Curve, Outcome, Ratio, kept_in_the_end
 from .predictions import answer_near, pairs, told
 from .predictions import summary as foretold
-from .ways import EXACT, KEPT, Way, find_way
+from .ways import EXACT, Way, find_way
 
 TIMES, EARNEST = "times.json", "earnest.json"
 NOISE = Path("docs/results/tokens-noise")
@@ -105,7 +105,8 @@ def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
         "choices": choices_table(outcome.choices),
         "noise_known": (NOISE / task.name / "results.json").is_file(),
         "sizes": _sizes(contest, times),
-        "kept_memory": _memory(times, find_way(KEPT)),
+        "lead": find_way(contest.lead).label,
+        "kept_memory": _memory(times, find_way(contest.lead)),
         "of": partial(_numbers, outcome),
     }  # fmt: skip
 

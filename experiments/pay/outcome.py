@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from ..lab.store import Row
 from .choices import CONTROL, Choice, reported
 from .contest import Contest
-from .ways import EXACT, KEPT, TUNER, Way, find_way
+from .ways import EXACT, TUNER, Way, find_way
 
 LEVEL = 0.95
 """Of the confidence interval."""
@@ -126,7 +126,7 @@ class Outcome:
     @property
     def kept_batch(self) -> int | None:
         """The batch size of kept tokens; ``None`` while it is not known."""
-        sizes = (c.batch for c in self.choices if c.way == KEPT and c.lengths)
+        sizes = (c.batch for c in self.choices if c.way == self.contest.lead and c.lengths)
         return next(sizes, None)
 
     def same_batch(self, curve: Curve) -> Curve | None:

@@ -16,7 +16,7 @@ from .ways import WAYS
 
 ADVISED = Path("docs/results/advise")
 NAMES = {
-    **{way.name: way.sketch for way in WAYS.values() if way.kept}, "rows-0.3": "Rows(0.3)",
+    **{way.name: way.label for way in WAYS.values() if way.kept}, "rows-0.3": "Rows(0.3)",
 }  # fmt: skip
 """Of ways, as ``advise`` names them."""
 

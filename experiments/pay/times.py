@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sketchprop.core.stopwatch import in_turns
+from sketchprop.layers import compiled
 from sketchprop.meters import saved_bytes
 
 from ..lab.engine import one_thread
@@ -48,7 +49,10 @@ def measure_times(
     problem = TASKS[contest.task].problem(contest.size == "small")
     batches = {size: typical(problem.draw, size) for size in contest.batches}
     kinds = list(dict.fromkeys([("", contest.middle), *missing_kinds(contest, known)]))
-    models = {sketch: initialised(partial(prepared, problem, sketch), 0) for sketch, _ in kinds}
+    if contest.compiled:  # as many graphs as a training of each would have
+        compiled.MOST_GRAPHS = sys.maxsize
+    makes = {sketch: partial(prepared, problem, sketch, contest.compiled) for sketch, _ in kinds}
+    models = {sketch: initialised(make, 0) for sketch, make in makes.items()}
     if not quiet:
         sys.stderr.write(f"{contest.task}: {len(kinds)} kinds of steps are timed in turns\n")
     with one_thread():

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import sketchprop as sp
+from sketchprop.layers import SketchedModule
+from sketchprop.layers.depth import shares_in
 from sketchprop.tuning.rule import LADDER
 
 from ..lab import ExperimentError
@@ -24,10 +26,17 @@ from ..vcas import VCASController
 
 EXACT = "exact"
 KEPT = "tokens-0.3"
+LEAD = "lead"
+"""In ``follows``: the way that the contest lets try batch sizes beside exact training."""
 PUBLISHED = "published"
 """In ``follows``: the batch size of the published setting."""
 TUNER = "tuner"
 PEER = "vcas"
+MEASURING = 6
+"""Exact steps that measuring shares takes, once; in each probe of a tuner (``depth`` has it: 5.0 to
+6.8)."""
+ENDS = (0.5, 0.1)
+"""Rungs of a tuner over shared budgets that are timed: between and beside them is a line."""
 PEER_POINTS = ((1.0, 1.0), (0.5, 1.0), (0.5, 0.5))
 """Shares ρ of samples and ν of rows at which the peer's steps are timed."""
 NONZERO = "nonzero"
@@ -45,10 +54,8 @@ class Way:
     line: str = "-"
     control: str = ""
     """What moves the budgets while the model trains."""
-    sizes: bool = False
-    """Whether it tries all batch sizes."""
     follows: tuple[str, ...] = (EXACT,)
-    """Else: the ways whose best ones it takes."""
+    """The ways whose best batch sizes it takes, where it tries none itself."""
     shares: tuple[float, ...] = ()
     """The lengths of time it runs at; empty: all."""
 
@@ -56,14 +63,20 @@ class Way:
     def timed(self) -> tuple[str, ...]:
         """The sketches whose steps must be timed: where budgets move, one for each rung."""
         if self.control == TUNER:
-            return ("", *(f"Tokens({p:g})" for p in LADDER[1:]))
+            rungs = ENDS if self.measures else LADDER[1:]
+            return ("", *(self.sketch.replace("0.3", f"{p:g}") for p in rungs))
         if self.control == PEER:
             return ("", *(f"{PEER}({rho:g}, {nu:g})" for rho, nu in PEER_POINTS))
         return (self.sketch,)
 
+    @property
+    def measures(self) -> bool:
+        """Whether its first backward pass measures how blocks share their budget."""
+        return "measured" in self.sketch
+
     def fixed(self, budget: float) -> Way:
         """With kept tokens at a budget that nothing moves."""
-        return replace(self, sketch=f"Tokens({budget:g})", control="")
+        return replace(self, sketch=self.sketch.replace("0.3", f"{budget:g}"), control="")
 
     @property
     def kept(self) -> bool:
@@ -73,7 +86,7 @@ class Way:
     @property
     def point(self) -> str:
         """The name that the study of noise gives to its draws; empty: it does not know them."""
-        if not self.sketch or self.control or self.name == NONZERO:
+        if not self.sketch or self.control or self.measures or self.name == NONZERO:
             return ""
         made = make_sketch(self.sketch)
         if isinstance(made, sp.Rows):
@@ -81,36 +94,39 @@ class Way:
         return str(default(float(made.budget))) if isinstance(made, sp.Tokens) else ""
 
 
+_TWO = (0.5, 1.0)
+
+
+def _kept(budget: float, line: str, colour: str = "C0", **more: Any) -> Way:
+    """Budgets are even, as they were when these runs were made."""
+    sketch = f"Tokens({budget:g})"
+    return Way(f"tokens-{budget:g}", sketch, sketch, colour, line, **{"follows": (LEAD,), **more})
+
+
+def _shared(budget: float, line: str) -> Way:
+    """What ``Tokens`` is now: a mean that blocks share out."""
+    sketch = f"Tokens({budget:g}, share='measured')"
+    name, label = f"shared-{budget:g}", f"Tokens({budget:g})"
+    return Way(name, label, sketch, "C0", line, follows=(LEAD,), shares=_TWO)
+
+
 _WAYS = (
-    Way(EXACT, "exact", "", "k", sizes=True),
-    Way(KEPT, "Tokens(0.3)", "Tokens(0.3)", "C0", sizes=True),
-    Way("tokens-0.2", "Tokens(0.2)", "Tokens(0.2)", "C0", "--", follows=(KEPT,), shares=(0.5, 1.0)),
+    Way(EXACT, "exact", "", "k"),
+    _kept(0.3, "-"),
+    _kept(0.2, "--", shares=_TWO),
     # What `advise` says to type for short texts.
-    Way("tokens-0.5", "Tokens(0.5)", "Tokens(0.5)", "C9", "-.", follows=(KEPT,), shares=(0.5, 1.0)),
+    _kept(0.5, "-.", "C9", shares=_TWO),
     # What `advise` says to type for the yields in batches of 16, whose reactions are padded: 0.2 of
     # the others.
-    Way(
-        "tokens-0.169",
-        "Tokens(0.169)",
-        "Tokens(0.169)",
-        "C5",
-        "--",
-        follows=(KEPT, PUBLISHED),
-        shares=(0.5, 1.0),
-    ),
-    Way(
-        TUNER,
-        "Tuner",
-        "Tokens(0.3)",
-        "C2",
-        control=TUNER,
-        follows=(EXACT, KEPT),
-        shares=(0.5, 1.0),
-    ),
-    Way("rows-0.3", "Rows(0.3) by token", 'Rows(0.3, unit="token")', "C1", ":", shares=(0.5, 1.0)),
-    Way(PEER, "VCAS", "", "C4", ":", control=PEER, follows=(EXACT, KEPT), shares=(1.0,)),
+    _kept(0.169, "--", "C5", follows=(LEAD, PUBLISHED), shares=_TWO),
+    *(_shared(budget, line) for budget, line in ((0.3, "-"), (0.2, "--"), (0.1, ":"))),
+    Way(TUNER, "Tuner", "Tokens(0.3)", "C2", control=TUNER, follows=(EXACT, LEAD), shares=_TWO),
+    Way("tuner-shared", "Tuner", "Tokens(0.3, share='measured')", "C2", control=TUNER,
+        follows=(LEAD,), shares=(1.0,)),
+    Way("rows-0.3", "Rows(0.3) by token", 'Rows(0.3, unit="token")', "C1", ":", shares=_TWO),
+    Way(PEER, "VCAS", "", "C4", ":", control=PEER, follows=(EXACT, LEAD), shares=(1.0,)),
     Way(NONZERO, "rows that are not zero", 'Rows(1.0, by="nonzero")', "C3"),
-)
+)  # fmt: skip
 WAYS = {way.name: way for way in _WAYS}
 
 
@@ -128,6 +144,19 @@ class Steps(Control, Protocol):
         """What was decided: step, mean of what is kept, and a number of its own."""
 
 
+def rung_costs(costs: Sequence[float]) -> dict[float, float]:
+    """Of steps at each rung; in a line through two, where only these were timed.
+
+    >>> rung_costs([1.0, 0.8, 0.6])[0.25]
+    0.675
+    """
+    if len(costs) == len(LADDER):
+        return dict(zip(LADDER, costs, strict=True))
+    exact, first, last = costs
+    slope = (first - last) / (ENDS[0] - ENDS[1])
+    return {p: exact if p == 1 else last + slope * (p - ENDS[1]) for p in LADDER}
+
+
 class TunedSteps:
     """A ``Tuner`` in a run that counts costs: a rung of the ladder has the cost it was timed at.
 
@@ -143,11 +172,12 @@ class TunedSteps:
         costs: Sequence[float],
         steps: int,
     ) -> None:
-        self.costs = dict(zip(LADDER, costs, strict=True))
+        self.costs = rung_costs(costs)
         self.tuner = sp.Tuner(
             model, problem.loss_of, optimizer=optimizer, steps=steps, clock=time.process_time
         )
         self.units = [len(group) for group in self.tuner.groups.values()]
+        self.measuring = MEASURING if shares_in(model) else 0
 
     def cost(self, budgets: Sequence[float]) -> float:
         """Units are alike, so the mean over them of what all at such a budget would cost."""
@@ -159,7 +189,7 @@ class TunedSteps:
         count = len(trial)
         alone = [[p if k == i else 1.0 for k in range(count)] for i, p in enumerate(trial)]
         sketched = [trial, *alone] if count > 1 else [trial]
-        return 3 * self.costs[1.0] + sum(map(self.cost, sketched))
+        return (3 + self.measuring) * self.costs[1.0] + sum(map(self.cost, sketched))
 
     def before(self, batch: Batch) -> float:
         trial = self.tuner.controller.probe_rungs()
@@ -235,8 +265,16 @@ def _story(log: Sequence[dict[str, Any]], number: str) -> list[Any]:
 CONTROLS: dict[str, Callable[..., Steps]] = {TUNER: TunedSteps, PEER: PeerSteps}
 
 
-def prepared(problem: Problem, sketch: str) -> nn.Module:
-    """A model to be timed: sketched, or under the peer's controller at given ratios."""
+def prepared(problem: Problem, sketch: str, compiled: bool = False) -> nn.Module:
+    """A model to be timed: sketched, or under the peer's controller at given ratios; with
+    ``compiled`` its blocks are compiled, and are exact for good where there is no sketch."""
+    if compiled:
+        model = problem.model()
+        sp.sketch_(model, make_sketch(sketch) or sp.Tokens(0.3), problem.inner, compile=True)
+        for module in () if sketch else model.modules():
+            if isinstance(module, SketchedModule):
+                module.sketching.exact = True
+        return model
     if not sketch.startswith(f"{PEER}("):
         return problem.prepared(sketch)
     rho, nu = map(float, sketch[len(PEER) + 1 : -1].split(","))

@@ -67,6 +67,35 @@ def test_equal_time_is_more_steps_for_a_cheaper_way_and_for_a_smaller_batch():
     assert CONTEST.cell(kept, 8, 0.5, costs, 1).steps == 12
 
 
+def test_one_budget_goes_on_at_a_size_that_is_good_for_exact_training_and_pays_for_measuring():
+    contest = replace(
+        CONTEST, ways=("exact", "shared-0.1", "shared-0.2", "tuner-shared"), lead="shared-0.1",
+        length=24, tried_sizes=2, best_budget=True, ended_sizes=1,
+    )  # fmt: skip
+    costs = {**costs_of(contest), "Tokens(0.2, share='measured')/16": 1.0}
+    cell = contest.cell(WAYS["shared-0.2"], 8, 1.0, costs, 1)
+    assert (cell.time, cell.steps) == (24 - 6, 36)
+    assert contest.cell(WAYS["tuner-shared"], 8, 1.0, costs, 1).time == 24
+
+    def score(run):
+        best = {"exact": 8, "shared-0.1": 16, "shared-0.2": 16, "tuner-shared": 16}[run.cell.way]
+        return 50 + 5 * (run.cell.way == "shared-0.2") - abs(run.cell.batch - best)
+
+    rows = played(contest, score)
+    table = chosen(contest, rows)
+    tried = {size for way, size in table if way == "shared-0.1"}
+    assert len(tried) == 2
+    assert 8 in tried
+    lengths = {key: choice.lengths for key, choice in table.items() if choice.lengths}
+    size = max(tried)
+    assert lengths["shared-0.2", size] == (0.5, 1.0)
+    assert lengths["tuner-shared", size] == (1.0,)
+    assert not any(way == "shared-0.1" for way, _ in lengths)
+    assert not Decisions(contest, costs_of(contest), rows).missing()
+    early = [row for row in rows if not row["tested"]][:-4]
+    assert not Decisions(contest, costs_of(contest), early).settled
+
+
 def test_rates_and_sizes_are_chosen_by_a_seed_that_is_not_reported():
     def score(run):
         assert (run.seed == 100) == (not run.cell.tested)
