@@ -72,6 +72,8 @@ class TimedCell(Cell):
             return 0.0, problem.score(*found)
 
         way, control = find_way(self.way), None
+        if way.control and way.control not in CONTROLS:
+            raise ExperimentError(f"{way.label} is archived: the page of pay names the commit")
         if way.control:
             control = partial(
                 CONTROLS[way.control], problem=problem, costs=self.costs, steps=self.steps

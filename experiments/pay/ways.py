@@ -22,7 +22,6 @@ from ..lab.problem import Problem
 from ..lab.trainer import Batch, Control
 from ..methods import make_sketch
 from ..noise.study import Plain, default
-from ..vcas import VCASController
 
 EXACT = "exact"
 KEPT = "tokens-0.3"
@@ -38,7 +37,7 @@ MEASURING = 6
 ENDS = (0.5, 0.1)
 """Rungs of a tuner over shared budgets that are timed: between and beside them is a line."""
 PEER_POINTS = ((1.0, 1.0), (0.5, 1.0), (0.5, 0.5))
-"""Shares ρ of samples and ν of rows at which the peer's steps are timed."""
+"""Shares ρ of samples and ν of rows at which the peer's steps were timed."""
 NONZERO = "nonzero"
 
 
@@ -209,52 +208,6 @@ class TunedSteps:
         return _story(self.tuner.log, "change")
 
 
-class PeerSteps:
-    """The controller of VCAS in a run that counts costs: a + b·ρ + c·ρν, ρ and ν in the mean.
-
-    a, b and c are from steps that were timed; a probe costs six exact passes.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        problem: Problem,
-        costs: Sequence[float],
-        steps: int,
-    ) -> None:
-        del steps  # as published: it looks each hundredth
-        self.exact, whole, half, quarter = costs
-        self.c = (half - quarter) / 0.25
-        self.b = (whole - half) / 0.5 - self.c
-        self.a = whole - self.b - self.c
-        self.controller = VCASController(model, problem.loss_of)
-
-    def cost(self) -> float:
-        own = self.controller
-        nus = [min(1.0, nu) for nu in own.weight_ratios.values()]
-        rho, nu = sum(own.ratios) / len(own.ratios), sum(nus) / len(nus)
-        return self.a + self.b * rho + self.c * rho * nu
-
-    def before(self, batch: Batch) -> float:
-        count = self.controller.repeats
-        probed = self.controller(batch) is not None
-        return self.cost() + (self.exact * count * (count + 1) if probed else 0.0)
-
-    def state_dict(self) -> State:
-        return {**self.controller.state_dict(), "batches": list(self.controller._batches)}
-
-    def load_state_dict(self, state: State) -> None:
-        batches = state.pop("batches")
-        self.controller.load_state_dict(state)
-        self.controller._batches.extend(batches)
-
-    @property
-    def story(self) -> list[Any]:
-        """The number is s."""
-        return _story(self.controller.log, "share")
-
-
 def _story(log: Sequence[dict[str, Any]], number: str) -> list[Any]:
     return [
         [e["step"], round(fmean(e["budgets"].values()), 3), round(e.get(number, 1.0), 3)]
@@ -262,12 +215,13 @@ def _story(log: Sequence[dict[str, Any]], number: str) -> list[Any]:
     ]
 
 
-CONTROLS: dict[str, Callable[..., Steps]] = {TUNER: TunedSteps, PEER: PeerSteps}
+CONTROLS: dict[str, Callable[..., Steps]] = {TUNER: TunedSteps}
+"""Of the ways whose budgets move; runs of ``PEER`` are on record, its code is archived."""
 
 
 def prepared(problem: Problem, sketch: str, compiled: bool = False) -> nn.Module:
-    """A model to be timed: sketched, or under the peer's controller at given ratios; with
-    ``compiled`` its blocks are compiled, and are exact for good where there is no sketch."""
+    """A model to be timed; with ``compiled`` its blocks are compiled, and are exact for good where
+    there is no sketch."""
     if compiled:
         model = problem.model()
         sp.sketch_(model, make_sketch(sketch) or sp.Tokens(0.3), problem.inner, compile=True)
@@ -275,12 +229,4 @@ def prepared(problem: Problem, sketch: str, compiled: bool = False) -> nn.Module
             if isinstance(module, SketchedModule):
                 module.sketching.exact = True
         return model
-    if not sketch.startswith(f"{PEER}("):
-        return problem.prepared(sketch)
-    rho, nu = map(float, sketch[len(PEER) + 1 : -1].split(","))
-    model = problem.model()
-    controller = VCASController(model, problem.loss_of)
-    controller.ratios = [rho] * len(controller.ratios)
-    controller.weight_ratios = dict.fromkeys(controller.weight_ratios, nu)
-    controller.load_state_dict(controller.state_dict())  # gives the layers these ratios
-    return model
+    return problem.prepared(sketch)

@@ -23,7 +23,7 @@ def test_methods_are_the_sketches_of_the_paper():
             assert name in ("exact",)
             continue
         coins = name.endswith("-independent") or name in ("element", "sample", "column")
-        assert (sketch.sampling == "independent") == (coins or name == "vcas")
+        assert (sketch.sampling == "independent") == coins
         assert getattr(sketch, "root", False) == name.endswith("-root")
         assert sketch.budget == 0.2
         assert method.colour in COLOURS or not method.figures

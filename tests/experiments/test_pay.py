@@ -17,7 +17,7 @@ from experiments.pay.contest import Contest
 from experiments.pay.outcome import Outcome, reached
 from experiments.pay.study import PAY, SCHEMA
 from experiments.pay.times import compared, missing_kinds
-from experiments.pay.ways import PEER, TUNER, WAYS, TunedSteps, find_way, prepared
+from experiments.pay.ways import TUNER, WAYS, TunedSteps, find_way, prepared
 from experiments.tasks.table import TASKS
 from sketchprop.tuning.rule import LADDER
 
@@ -280,10 +280,9 @@ def test_a_tuner_pays_for_its_probes_and_for_the_budgets_it_chose():
     assert steps.before(batch) == steps.cost(steps.tuner.controller.budgets)
 
 
-@pytest.mark.parametrize("way", [TUNER, PEER])
-def test_a_run_that_was_stopped_goes_on_to_the_same_score(way, tmp_path):
-    contest = replace(CONTEST, ways=("exact", way), length=20)
-    cell = contest.cell(find_way(way), 8, 1.0, costs_of(contest), 1)
+def test_a_run_that_was_stopped_goes_on_to_the_same_score(tmp_path):
+    contest = replace(CONTEST, ways=("exact", TUNER), length=20)
+    cell = contest.cell(find_way(TUNER), 8, 1.0, costs_of(contest), 1)
     run = Run(cell, 2, 0)
     whole, _ = cell.trainer(run)
     stopped, _ = cell.trainer(run)
@@ -381,11 +380,11 @@ def test_smoke(tmp_path, capsys):
         assert "nothing is trained" in capsys.readouterr().out
         assert main([*vit, "--ways", "l3"]) == 1
         assert "way 'l3' is unknown; use some of exact" in capsys.readouterr().err
-        assert main([*vit, "--ways", "vcas"]) == 0
-        assert {row["way"] for row in read_rows(tmp_path / "vit", SCHEMA)} == {"exact", "vcas"}
+        assert main([*vit, "--ways", "tuner"]) == 0
+        assert {row["way"] for row in read_rows(tmp_path / "vit", SCHEMA)} == {"exact", "tuner"}
         assert main([*vit, "--earnest"]) == 0
         chosen_ways = {choice.way for choice in read_choices(tmp_path)}
-        assert chosen_ways == {"exact", "tokens-0.3", "tuner", "vcas"}
+        assert chosen_ways == {"exact", "tokens-0.3", "tuner"}
         stored = ("README.md", "summary.csv", "choices.csv")
         before = [(tmp_path / name).read_bytes() for name in stored]
         (tmp_path / "vit" / "runs.sqlite").unlink()
