@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,12 +23,14 @@ from sketchprop.meters.noise.gradients import squared_norms
 from ..lab.checkpoints import FOLDER, Checkpoint
 from ..lab.engine import spread
 from ..lab.noise import exact_gradient, gradients_of, noise_batches, trained_parameters
-from ..lab.pages import made_on, number_text, read_json, write_json
+from ..lab.pages import made_on, number_text, read_csv, read_json, write_json
 from ..lab.problem import GOING, Problem, trajectory
 from ..lab.study import MeasuredStudy
 from ..lab.trainer import Batch, outputs
+from ..pay.predictions import advised
 from ..tasks.table import TASKS, Task
 
+PAID = Path("docs/results/pay/summary.csv")
 EXACT = "exact"
 EVEN, SHARED, EARLY = "even", "shared out", "shared out at the first moment"
 WAYS = (EXACT, EVEN, SHARED)
@@ -105,7 +108,28 @@ class DepthStudy(MeasuredStudy):
             for task, own in found.items()
             for name, c in sorted(own.get("runs", {}).items())
         ]
-        return [], {"rows": rows, "tasks": found, "runs": runs}
+        return [], {"rows": rows, "tasks": found, "runs": runs, "foretold": _foretold(found)}
+
+
+def _foretold(found: dict[str, Any]) -> list[list[str]]:
+    """What training at even budgets was found to need, in steps over exact training's at the same
+    batch, beside what each figure says of it at the last moment."""
+    asked = {(row["task"], row["name"]): row["noise"] for row in advised("options.csv")}
+    lines = []
+    for row in read_csv(PAID):
+        moments = [m for step, m in found.get(row["task"], {}).items() if step.isdecimal()]
+        if row["way"] == "tokens-0.3" and moments:
+            told = figures(moments[-1], moments[-1]["ways"][EVEN])
+            noise = asked.get((row["task"], "Tokens(0.3)"))
+            steps = [float(row[n]) / float(row["step_ratio"])
+                     for n in ("same_batch", "same_low", "same_high")]  # fmt: skip
+            middle, low, high = (number_text(n) if n < math.inf else "> 1" for n in steps)
+            lines.append([
+                row["task"], f"{middle} ({low} to {high})",
+                *(number_text(1 + told[name]) for name in ("all", "mean", "worst")),
+                number_text(1 + float(noise)) if noise else "-",
+            ])  # fmt: skip
+    return lines
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,14 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], short: bool = True)
     return write_file(path, text.getvalue().encode())
 
 
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Its rows; none where there is no such file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def _short(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
 

@@ -14,7 +14,6 @@ ones wait. Drawing reads the table and decides nothing.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
@@ -24,7 +23,7 @@ from typing import NamedTuple
 
 from ..lab.checkpoints import Checkpoints
 from ..lab.engine import Job
-from ..lab.pages import table, write_csv
+from ..lab.pages import read_csv, table, write_csv
 from ..lab.store import Row
 from ..lab.sweep import Run
 from .contest import Contest
@@ -369,10 +368,7 @@ def write_choices(folder: Path, choices: Sequence[Choice]) -> Path:
 
 def read_choices(folder: Path) -> list[Choice]:
     """None where nothing was decided yet."""
-    if not (folder / TABLE).is_file():
-        return []
-    with (folder / TABLE).open(newline="", encoding="utf-8") as file:
-        return [_choice(row) for row in csv.DictReader(file)]
+    return [_choice(row) for row in read_csv(folder / TABLE)]
 
 
 def _choice(row: dict[str, str]) -> Choice:

@@ -61,6 +61,7 @@ def summary(outcomes: Mapping[str, Outcome]) -> list[dict[str, Any]]:
                 "step_ratio": outcome.cost(curve), "noise": noise[1] if noise else "",
                 "time_ratio": ratio.value if ratio else "", "low": ratio.low if ratio else "",
                 "high": ratio.high if ratio else "", "same_batch": same.value if same else "",
+                "same_low": same.low if same else "", "same_high": same.high if same else "",
                 "seeds": len(outcome.contest.seeds),
                 "quality": curve.last, "steps": curve.steps,
             })  # fmt: skip

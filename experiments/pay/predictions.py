@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ..lab.figures import label_axes, picture
+from ..lab.pages import read_csv
 from .outcome import Outcome, Ratio
 from .ways import WAYS
 
@@ -61,11 +61,7 @@ class Pair(NamedTuple):
 
 def advised(name: str) -> list[dict[str, str]]:
     """The rows of a table that ``python -m experiments advise`` wrote; none if it did not."""
-    path = ADVISED / name
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return read_csv(ADVISED / name)
 
 
 def answer_near(task: str, batch: int | None) -> dict[str, str] | None:
