@@ -1,7 +1,8 @@
-"""Quality against time, a panel for each task and one legend for all."""
+"""Quality against time, a panel for each task: exact training, kept tokens, the tuner."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -10,77 +11,72 @@ from typing import Any
 from ..lab.figures import label_axes, picture
 from ..tasks.table import TASKS
 from .outcome import Curve, Outcome
-from .ways import EXACT
+from .ways import TUNER
 
 COLUMNS = 3
 LONGEST = 3
 """Times the median: bars that are shown whole."""
-EDGE = 0.04
-"""Of the height, above and below."""
+EDGE, LEGEND = 0.04, 0.4
+"""Of the height, above the lines and below them."""
 NEGATIVE = ", negative"
-CONTROL = "exact, the batch that ends best"
-SAME = "exact, the batch of Tokens(0.3)"
-OTHER = "exact, other batches"
-LOOKS: dict[str, dict[str, Any]] = {
-    CONTROL: {"color": "k", "ls": "-", "marker": "o", "zorder": 4},
-    SAME: {"color": "0.45", "ls": "--", "marker": "s"},
-    OTHER: {"color": "0.75", "ls": "-", "marker": "v"},
-}
+COLOURS = ("k", "C0", "C2")
 
 
 def draw(outcomes: Mapping[str, Outcome], out: Path) -> list[Path]:
     """``figure.{png,svg}`` of the tasks that have runs."""
-    shown = [outcome for outcome in outcomes.values() if outcome.curves]
+    shown = [outcome for outcome in outcomes.values() if outcome.control]
     if not shown:
         return []
 
     def draw_all(axes: Sequence[Any]) -> None:
-        handles: dict[str, Any] = {}
         for panel, outcome in zip(axes, shown, strict=False):
-            handles |= _panel(panel, outcome)
+            _panel(panel, outcome)
         for empty in axes[len(shown) :]:
             empty.axis("off")
-        first = [label for label in LOOKS if label in handles]
-        labels = [*first, *(label for label in handles if label not in LOOKS)]
-        axes[len(shown)].legend(
-            [handles[label] for label in labels], labels, loc="center left", frameon=False
-        )
 
-    return picture(out, "figure", len(shown) + 1, draw_all, size=(3.4, 2.9), columns=COLUMNS)
+    return picture(out, "figure", len(shown), draw_all, size=(3.6, 3.0), columns=COLUMNS)
 
 
-def _panel(panel: Any, outcome: Outcome) -> dict[str, Any]:
-    """Draws the curves of a task; what stands for each in the legend.
+def lines(outcome: Outcome) -> list[Curve]:
+    """The control, the best of kept tokens at budgets that stay, and the best tuner."""
+    kept = [curve for curve in outcome.curves if curve.way.kept]
+    tuned = [curve for curve in outcome.curves if curve.way.control == TUNER]
 
-    Up is better: where quality is a negative loss, the loss is shown and its axis turned. Open
-    points: a way at its second batch size.
-    """
-    control = outcome.control
-    handles: dict[str, Any] = {}
+    def order(curve: Curve) -> tuple[float, float]:
+        ratio = outcome.ratio(curve)
+        return (ratio.value if ratio else math.inf), -curve.last
+
+    best = [min(group, key=order) for group in (kept, tuned) if group]
+    return [*([outcome.control] if outcome.control else []), *best]
+
+
+def _panel(panel: Any, outcome: Outcome) -> None:
+    """Up is better: where quality is a negative loss, the loss is shown and its axis turned."""
     task = TASKS[outcome.contest.task]
     sign = -1 if task.quality.endswith(NEGATIVE) else 1
-    curves = sorted(outcome.curves, key=lambda curve: curve is control)
-    for curve in curves:
-        label = _label(outcome, curve)
-        look = LOOKS.get(label) or {
-            "color": curve.way.colour, "ls": curve.way.line, "marker": "o", "zorder": 3,
-        }  # fmt: skip
-        if label not in LOOKS and label in handles:
-            look["mfc"] = "white"
+    curves = lines(outcome)
+    for curve, colour in zip(curves, COLOURS, strict=False):
         means = [sign * curve.mean(s, range(len(curve.points[s]))) for s in curve.shares]
         errors = [curve.spread(s) for s in curve.shares]
-        drawn = panel.errorbar(
-            curve.shares, means, errors, ms=4, lw=1.2, elinewidth=0.8, capsize=2, **look
-        )
-        handles.setdefault(label, drawn)
-    if control is not None and 1.0 in control.points:
-        panel.axhline(sign * control.last, color="k", lw=0.6, ls=":")
+        panel.errorbar(
+            curve.shares, means, errors, label=_label(outcome, curve), color=colour, marker="o",
+            ms=4, lw=1.4, elinewidth=0.8, capsize=2,
+        )  # fmt: skip
+    panel.axhline(sign * curves[0].last, color="k", lw=0.6, ls=":")
     panel.set_xticks(outcome.contest.shares)
     panel.set_ylim(*_limits(curves, sign))
-    label_axes(panel, task.label, "time, of the whole", task.quality.removesuffix(NEGATIVE))
+    label_axes(panel, task.label, "training time", task.quality.removesuffix(NEGATIVE))
+    panel.legend(fontsize=6.5, loc="lower right", framealpha=0.7, title_fontsize=6.5,
+                 title="time to equal quality")  # fmt: skip
     if sign < 0:
         panel.invert_yaxis()
-    return handles
+
+
+def _label(outcome: Outcome, curve: Curve) -> str:
+    if curve is outcome.control:
+        return f"exact, its best batch, {curve.batch}: 1"
+    ratio = outcome.ratio(curve)
+    return f"{curve.way.label}, batch {curve.batch}: {ratio.text() if ratio else '-'}"
 
 
 def _limits(curves: Sequence[Curve], sign: int) -> tuple[float, float]:
@@ -93,13 +89,6 @@ def _limits(curves: Sequence[Curve], sign: int) -> tuple[float, float]:
         mean = sign * curve.mean(share, range(len(curve.points[share])))
         bar = min(most, curve.spread(share))
         ends += [mean - bar, mean + bar]
-    edge = EDGE * (max(ends) - min(ends)) or 1.0
-    return min(ends) - edge, max(ends) + edge
-
-
-def _label(outcome: Outcome, curve: Curve) -> str:
-    if curve.way.name != EXACT:
-        return curve.way.label
-    if curve is outcome.control:
-        return CONTROL
-    return SAME if curve.batch == outcome.kept_batch else OTHER
+    height = max(ends) - min(ends) or 1.0
+    below = [EDGE, LEGEND][::sign]  # an axis that is turned has its legend at the other end
+    return min(ends) - below[1] * height, max(ends) + below[0] * height

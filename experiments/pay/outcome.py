@@ -123,12 +123,6 @@ class Outcome:
         exact = (curve for curve in self.curves if curve.way.name == EXACT)
         return next((curve for curve in exact if curve.batch in sizes), None)
 
-    @property
-    def kept_batch(self) -> int | None:
-        """The batch size of kept tokens; ``None`` while it is not known."""
-        sizes = (c.batch for c in self.choices if c.way == self.contest.lead and c.lengths)
-        return next(sizes, None)
-
     def same_batch(self, curve: Curve) -> Curve | None:
         """Exact training at the batch size of a way: what ``advise`` compares with."""
         exact = [c for c in self.curves if c.way.name == EXACT and c.batch == curve.batch]

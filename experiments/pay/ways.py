@@ -49,8 +49,6 @@ class Way:
     label: str
     sketch: str
     """As the command line takes it; empty for exact gradients."""
-    colour: str
-    line: str = "-"
     control: str = ""
     """What moves the budgets while the model trains."""
     follows: tuple[str, ...] = (EXACT,)
@@ -96,36 +94,34 @@ class Way:
 _TWO = (0.5, 1.0)
 
 
-def _kept(budget: float, line: str, colour: str = "C0", **more: Any) -> Way:
+def _kept(budget: float, **more: Any) -> Way:
     """Budgets are even, as they were when these runs were made."""
     sketch = f"Tokens({budget:g})"
-    return Way(f"tokens-{budget:g}", sketch, sketch, colour, line, **{"follows": (LEAD,), **more})
+    return Way(f"tokens-{budget:g}", sketch, sketch, **{"follows": (LEAD,), **more})
 
 
-def _shared(budget: float, line: str) -> Way:
+def _shared(budget: float) -> Way:
     """What ``Tokens`` is now: a mean that blocks share out."""
     sketch = f"Tokens({budget:g}, share='measured')"
     name, label = f"shared-{budget:g}", f"Tokens({budget:g})"
-    return Way(name, label, sketch, "C0", line, follows=(LEAD,), shares=_TWO)
+    return Way(name, label, sketch, follows=(LEAD,), shares=_TWO)
 
 
 _WAYS = (
-    Way(EXACT, "exact", "", "k"),
-    _kept(0.3, "-"),
-    _kept(0.2, "--", shares=_TWO),
-    # What `advise` says to type for short texts.
-    _kept(0.5, "-.", "C9", shares=_TWO),
+    Way(EXACT, "exact", ""),
+    _kept(0.3),
+    _kept(0.2, shares=_TWO),
+    _kept(0.5, shares=_TWO),  # what `advise` says to type for short texts
     # What `advise` says to type for the yields in batches of 16, whose reactions are padded: 0.2 of
     # the others.
-    _kept(0.169, "--", "C5", follows=(LEAD, PUBLISHED), shares=_TWO),
-    *(_shared(budget, line) for budget, line in ((0.3, "-"), (0.2, "--"), (0.1, ":"))),
-    Way(TUNER, "Tuner", "Tokens(0.3)", "C2", control=TUNER, follows=(EXACT, LEAD), shares=_TWO),
-    Way("tuner-shared", "Tuner", "Tokens(0.3, share='measured')", "C2", control=TUNER,
-        follows=(LEAD,), shares=(1.0,)),
-    Way("rows-0.3", "Rows(0.3) by token", 'Rows(0.3, unit="token")', "C1", ":", shares=_TWO),
-    Way(PEER, "VCAS", "", "C4", ":", control=PEER, follows=(EXACT, LEAD), shares=(1.0,)),
-    Way(NONZERO, "rows that are not zero", 'Rows(1.0, by="nonzero")', "C3"),
-)  # fmt: skip
+    _kept(0.169, follows=(LEAD, PUBLISHED), shares=_TWO),
+    *map(_shared, (0.3, 0.2, 0.1)),
+    Way(TUNER, "Tuner", "Tokens(0.3)", TUNER, (EXACT, LEAD), _TWO),
+    Way("tuner-shared", "Tuner", "Tokens(0.3, share='measured')", TUNER, (LEAD,), (1.0,)),
+    Way("rows-0.3", "Rows(0.3) by token", 'Rows(0.3, unit="token")', shares=_TWO),
+    Way(PEER, "VCAS", "", PEER, (EXACT, LEAD), (1.0,)),
+    Way(NONZERO, "rows that are not zero", 'Rows(1.0, by="nonzero")'),
+)
 WAYS = {way.name: way for way in _WAYS}
 
 
