@@ -32,6 +32,7 @@ from ..tasks.table import TASKS, Task
 
 PAID = Path("docs/results/pay/summary.csv")
 EXACT = "exact"
+FORETELL = ("V/σ² of all parameters", "its mean over blocks", "that of the worst block", "`advise`")
 EVEN, SHARED, EARLY = "even", "shared out", "shared out at the first moment"
 WAYS = (EXACT, EVEN, SHARED)
 """What trains."""
@@ -111,25 +112,27 @@ class DepthStudy(MeasuredStudy):
         return [], {"rows": rows, "tasks": found, "runs": runs, "foretold": _foretold(found)}
 
 
-def _foretold(found: dict[str, Any]) -> list[list[str]]:
+def _foretold(found: dict[str, Any]) -> dict[str, Any]:
     """What training at even budgets was found to need, in steps over exact training's at the same
-    batch, beside what each figure says of it at the last moment."""
+    batch, beside what each figure says of it at the last moment; how often that is within."""
     asked = {(row["task"], row["name"]): row["noise"] for row in advised("options.csv")}
-    lines = []
+    lines, hits = [], {name: [0, 0] for name in FORETELL}
     for row in read_csv(PAID):
         moments = [m for step, m in found.get(row["task"], {}).items() if step.isdecimal()]
         if row["way"] == "tokens-0.3" and moments:
             told = figures(moments[-1], moments[-1]["ways"][EVEN])
             noise = asked.get((row["task"], "Tokens(0.3)"))
-            steps = [float(row[n]) / float(row["step_ratio"])
-                     for n in ("same_batch", "same_low", "same_high")]  # fmt: skip
-            middle, low, high = (number_text(n) if n < math.inf else "> 1" for n in steps)
-            lines.append([
-                row["task"], f"{middle} ({low} to {high})",
-                *(number_text(1 + told[name]) for name in ("all", "mean", "worst")),
-                number_text(1 + float(noise)) if noise else "-",
-            ])  # fmt: skip
-    return lines
+            given = [*(told[name] for name in ("all", "mean", "worst")), noise]
+            steps, low, high = (float(row[name]) / float(row["step_ratio"])
+                                for name in ("same_batch", "same_low", "same_high"))  # fmt: skip
+            for hit, value in zip(hits.values(), given, strict=True):
+                if value is not None and low < math.inf:
+                    hit[0] += low <= 1 + float(value) <= high
+                    hit[1] += 1
+            texts = [number_text(n) if n < math.inf else "> 1" for n in (steps, low, high)]
+            cells = [number_text(1 + float(n)) if n is not None else "-" for n in given]
+            lines.append([row["task"], "{} ({} to {})".format(*texts), *cells])
+    return {"lines": lines, "hits": hits}
 
 
 @dataclass(frozen=True)
