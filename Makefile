@@ -14,7 +14,7 @@ help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
 # torch comes first and pinned: a bare `torch` would bring gigabytes of CUDA packages.
-$(READY): pyproject.toml constraints.txt src/sketchprop/core/draw.c
+$(READY): pyproject.toml constraints.txt src/sketchprop/_version.py src/sketchprop/core/draw.c
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sketchprop needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VERSIONS)

@@ -15,6 +15,8 @@ from sketchprop.cli.expressions import UsageError, parse_sketch, parse_sketches
 from sketchprop.cli.tasks import MODELS, load_task
 from sketchprop.core import stopwatch
 
+MLP = ("--model", "mlp")
+
 # --- check -----------------------------------------------------------------------------------
 
 
@@ -190,14 +192,15 @@ def test_help_teaches(run, command):
         (["check", "os:mkdir('ran')"], "not a sketch"),
         (["check", "os:getcwd()"], "not a sketch"),
         (["measure", "--model", "resnet"], "use one of mlp, vit, bert, or module:factory"),
-        (["measure", "--sketch", "0=L1(0.1)", "L1(0.2)"], "each needs a pattern"),
-        (["measure", "--sketch", "fc9=L1(0.1)"], "the pattern 'fc9' matches no layer"),
-        (["measure", "--batches", "1", "--rounds", "0"], "give at least two"),
+        (["report"], "no model to look at; give --model mine:factory"),
+        (["measure", *MLP, "--sketch", "0=L1(0.1)", "L1(0.2)"], "each needs a pattern"),
+        (["measure", *MLP, "--sketch", "fc9=L1(0.1)"], "the pattern 'fc9' matches no layer"),
+        (["measure", *MLP, "--batches", "1", "--rounds", "0"], "give at least two"),
         (["measure", "--draws", "none"], "'none' is not a number from 1 on"),
         (["check", "L1(0.3)", "--json", "no/where.json"], "there is no folder 'no'"),
         (["plan", "--json", "no/where.json"], "there is no folder 'no'"),
         (["report", "--output", "nowhere/r.html"], "there is no folder 'nowhere'"),
-        (["report", "--sketch", "fc9=L1(0.1)", "--rounds", "0"], "matches no layer"),
+        (["report", *MLP, "--sketch", "fc9=L1(0.1)", "--rounds", "0"], "matches no layer"),
         (["check"], "required"),
         (["bench"], "invalid choice"),
         ([], "required"),

@@ -273,9 +273,9 @@ def test_without_a_split_the_layers_are_left_out(reports):
 
 
 def test_the_command_writes_a_page(run, tmp_path):
-    typed = ["report", "--sketch", "0=L1(0.5)", "2=Rows(0.5)", "--batches", "2", "--draws", "2"]
-    typed += ["--batch-size", "16", "--rounds", "1", "--steps", "2", "--json", "r.json"]
-    typed += ["--output", "r.html", "--seed", "3"]
+    typed = ["report", "--model", "mlp", "--sketch", "0=L1(0.5)", "2=Rows(0.5)", "--draws", "2"]
+    typed += ["--batches", "2", "--batch-size", "16", "--rounds", "1", "--steps", "2"]
+    typed += ["--json", "r.json", "--output", "r.html", "--seed", "3"]
     code, out, err = run(*typed)
     assert err == ""  # done before the first line of progress is due
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
@@ -288,7 +288,7 @@ def test_the_command_writes_a_page(run, tmp_path):
     assert [planned["sketch"] for planned in data["plans"]] == ["L1(0.5)", "Rows(0.5)"]
     assert data["facts"]["seed"] == "3"
     assert data["facts"]["exact steps before"] == "2"
-    assert data["facts"]["command"].startswith("sketchprop report --sketch '0=L1(0.5)'")
+    assert data["facts"]["command"].startswith("sketchprop report --model mlp")
     assert "mlp, 55,050 parameters" in parsed.words
 
 

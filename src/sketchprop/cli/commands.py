@@ -29,17 +29,18 @@ FINE, NO, USAGE, CRASH, STOPPED = 0, 1, 2, 3, 130
 
 
 def run_advise(options: Namespace) -> int:
-    """what to type for this model, or to stay exact, and why
+    """says what to type for your model, or to stay exact, and why
 
-    Tries what fits the model: kept tokens, rows by token, whole samples, columns, and half of the
-    batch as the control. For each it takes the time of a step, in turns with exact ones, and the
-    noise that it adds; what counts is the time to equal quality. Says first what to paste, or to
-    stay exact (exit code 1). Noise changes while a model trains: --steps 200 asks after so many.
+    It tries what fits the model: kept tokens, rows by token, whole samples, columns. It times a
+    step with each, in turns with exact steps, and measures the noise that each adds. It compares
+    the time to equal quality with that of exact training, and with half of the batch. The answer
+    comes first: a line to paste, or 'stay exact' (exit code 1). Noise changes during training:
+    --steps 200 trains for 200 steps before it measures.
 
     examples:
-      sketchprop advise --model vit --steps 50 --optimizer adamw --minutes 1
-      sketchprop advise --model mycode:make --minutes 5 --json advice.json
-      sketchprop advise --model vit --trial 3
+      sketchprop advise --model vit --minutes 1                  a first look, on random data
+      sketchprop advise --model mine:factory --optimizer adamw --steps 200
+      sketchprop advise --model mine:factory --trial 3           and tries its advice
     """
     if options.compile and options.trial:
         raise UsageError("--trial trains uncompiled; leave out --compile")
@@ -62,17 +63,17 @@ def run_advise(options: Namespace) -> int:
 
 
 def run_check(options: Namespace) -> int:
-    """is the mean of a sketched gradient the exact gradient?
+    """proves that the mean of a sketched gradient is the exact gradient
 
-    Compares the mean of dX, dW and db with the exact gradient on layers of hard shapes and
-    contents. The mean is exact, a finite sum over the breakpoints of the draw; with --draws, or on
-    a whole model, it is a Monte Carlo mean and deviations are counted in standard errors. Shown
-    are the verdict and what is biased; --verbose shows every line.
+    It compares the mean of dX, dW and db with the exact gradient, on layers of difficult shapes
+    and contents. It computes this mean exactly, as a finite sum over all draws. With --draws, or on
+    a whole model, it takes a Monte Carlo mean and counts deviations in standard errors. It prints a
+    verdict and what is biased; --verbose prints all cases. You need it for a sketch of your own.
 
     examples:
+      sketchprop check mine:MySketch(0.2)              a sketch of your own
       sketchprop check 'L1(0.1)' 'Diagonal(0.2)'
       sketchprop check 'Diagonal(0.2, paper=True)'     the paper's formula, taken literally: biased
-      sketchprop check mycode:MySketch(0.2)            a sketch of your own
       sketchprop check 'L1(0.5)' --model vit --draws 300
     """
     if options.model is None:
@@ -94,17 +95,16 @@ def run_check(options: Namespace) -> int:
 
 
 def run_measure(options: Namespace) -> int:
-    """how much variance does it add, where, and is that worth the time it saves?
+    """measures the noise that a sketch adds, and whether the time it saves is worth it
 
-    Measures σ², the variance of the minibatch gradient, and V, what the sketches add to it: in
-    total and by the layer that injected it. SGD needs ∝ ‖g‖² + σ² + V steps, g the mean gradient,
-    so with ρ the cost of a step a sketch pays if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²). The answer
-    is given by measured time and by FLOPs.
+    It measures σ², the variance of the minibatch gradient, and V, the variance that the sketch
+    adds, in total and by layer. SGD needs ∝ ‖g‖² + σ² + V steps, g the mean gradient. With ρ the
+    cost of a step, by time or in FLOPs, a sketch pays if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²).
 
     examples:
       sketchprop measure --model vit --sketch 'Tokens(0.3)'
+      sketchprop measure --model mine:factory --sketch 'Tokens(0.2)' --json report.json
       sketchprop measure --model vit --sketch 'blocks.*.mlp.*=Rows(0.3)' --draws 16
-      sketchprop measure --model mycode:make --sketch 'Tokens(0.2)' --json report.json
       sketchprop measure --model mlp --steps 469 --sketch '0=L1(0.1)'     only the first layer
     """
     choice = parse_sketches(options.sketches)
@@ -116,15 +116,14 @@ def run_measure(options: Namespace) -> int:
 
 
 def run_plan(options: Namespace) -> int:
-    """which layers of a model are worth sketching on this machine?
+    """times each layer, exact and sketched: which ones get faster on this machine?
 
-    Times the backward of each layer on this machine, alone and at the shapes it has in the model,
-    exact and sketched. Says which layers get faster, and by how much. If none does, the exit code
-    is 1.
+    It times the backward pass of each layer alone, at the shapes that it has in the model. It says
+    nothing about noise: ask advise or measure. The exit code is 1 if no layer gets faster.
 
     examples:
       sketchprop plan --model vit
-      sketchprop plan --model mycode:make --sketch 'Rows(0.3)'
+      sketchprop plan --model mine:factory --sketch 'Rows(0.3)'
     """
     sketch = parse_sketch(options.sketches[0])
     task = load_task(options.model, options.batch_size, options.seed)
@@ -136,18 +135,15 @@ def run_plan(options: Namespace) -> int:
 
 
 def run_report(options: Namespace) -> int:
-    """plan and measure, with plots, as one HTML page
+    """writes plan and measure, with plots, as one HTML page
 
-    Plans and measures one model with one batch size, and writes one HTML page: does it pay, how
-    much time, memory and variance; then layer by layer, with plots; then how it was measured. The
-    page needs no network and no script: send it to a colleague, or keep it beside the training
-    run. It is written whether the sketch pays or not. Takes about draws × batches × (sketched
-    layers) steps; --minutes, --no-split and --draws make it shorter.
+    The page says whether a sketch pays, what it costs in time, memory and noise, and draws this
+    layer by layer. It needs no network and no script: send it to a colleague. The command takes
+    about draws × batches × (sketched layers) steps; --minutes, --no-split and --draws limit it.
 
     examples:
-      sketchprop report                                   the paper's MLP, Tokens(0.3), random data
       sketchprop report --model vit --sketch 'Tokens(0.3)' --output vit.html
-      sketchprop report --model mycode:make --sketch 'blocks.*=Tokens(0.3)' --batches 4 --draws 8
+      sketchprop report --model mine:factory --sketch 'blocks.*=Tokens(0.3)' --batches 4 --draws 8
     """
     choice = parse_sketches(options.sketches)
     sketches = [s for s in choice.values() if s] if isinstance(choice, dict) else [choice]

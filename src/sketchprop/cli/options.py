@@ -13,53 +13,64 @@ from .expressions import sketch_names
 from .tasks import MODELS, OPTIMIZERS
 
 ABOUT = """\
-Sketches replace the exact backward of a layer by a cheaper random one with the right mean.
-These commands say whether one is right, what it costs and whether it pays."""
+A sketch makes the backward pass cheaper and random; the mean of the gradient stays exact. Begin
+with `advise`: it says whether a sketch saves time on your model, and what to type.
+
+  sketchprop advise --model vit --minutes 1     a built-in model on random data
+  sketchprop advise --model mine:factory        your own: `sketchprop advise --help` shows how"""
 
 CODES = """\
 exit codes: 0 fine · 1 biased, or does not pay · 2 could not be run as typed ·
             3 failed on the way, for example in your model · 130 stopped by Ctrl-C"""
 
 MINE = """\
---model mycode:make, a function of yours: make() returns (model, loss_fn, batches), or these and an
-optimizer; loss_fn(model, batch) is a scalar; of batches, a list or a loader, the first are taken"""
+your own model: type --model mine:factory, with this function in mine.py of the current folder
 
-_TASK = "--model=mlp --batch-size"
+  def factory():
+      model, batches = ...          # a torch.nn.Module; a list or a DataLoader, a dozen are enough
+      def loss_fn(model, batch):
+          return ...                # a scalar
+      return model, loss_fn, batches            # or these and your optimizer"""
+
+_TASK = "--model --batch-size"
 _TRAINING = "--steps --optimizer --learning-rate --batches"
 _NOISE = f"{_TRAINING} --draws --no-split --rounds=7 --minutes"
 
 COMMANDS: Mapping[Callable[..., int], str] = {
     run_advise: f"{_TASK} {_TRAINING} --minutes=2 --same-batch --compile --trial",
-    run_check: "sketches --model --batch-size --draws --verbose",
-    run_measure: f"{_TASK} --sketch {_NOISE}",
     run_plan: f"{_TASK} --sketch --rounds=15",
+    run_measure: f"{_TASK} --sketch {_NOISE}",
     run_report: f"{_TASK} --sketch {_NOISE} --output",
+    run_check: "sketches --model --batch-size --draws --verbose",
 }
-"""What runs a command, and the options that it takes; ``--x=y`` sets a default. The docstring is
-the command's help: its question, what it does, and examples."""
+"""What runs a command, and the options that it takes, in the order of use; ``--x=y`` sets a
+default. The docstring is the command's help: what it answers, what it does, and examples."""
 
 
 def parser() -> ArgumentParser:
     """The whole command line."""
     teaching: Any = {"formatter_class": RawDescriptionHelpFormatter}
-    more = f"sketchprop COMMAND --help says more.\n{CODES}"
+    more = f"`sketchprop COMMAND --help` says more.\n\n{CODES}"
     top = ArgumentParser(prog="sketchprop", description=ABOUT, epilog=more, **teaching)
     top.add_argument("--version", action="version", version=f"sketchprop {__version__}")
-    subparsers = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    subparsers = top.add_subparsers(
+        required=True, title="commands, in the order of use", metavar="COMMAND", dest="command"
+    )
     for run, names in COMMANDS.items():
-        question, _, text = cleandoc(run.__doc__ or "").partition("\n\n")
-        about, _, examples = text.partition("examples:\n")
+        text, name = cleandoc(run.__doc__ or ""), run.__name__.removeprefix("run_")
+        must = "SKETCH ..." if names.startswith("sketches") else "--model MODEL"
         command = subparsers.add_parser(
-            run.__name__.removeprefix("run_"),
-            help=question,
-            description=f"{question}\n\n{about}",
-            epilog=f"examples:\n{examples}\n\n{MINE}\n\n{CODES}",
+            name,
+            help=text.partition("\n")[0],
+            usage=f"sketchprop {name} {must} [options]",
+            description=f"`{name}` {text}\n\n{MINE}",
+            epilog=CODES,
             **teaching,
         )
-        for name in f"{names} --json --seed --traceback".split():
-            option, _, default = name.partition("=")
+        for word in f"{names} --json --seed --traceback".split():
+            option, _, default = word.partition("=")
             details = OPTIONS[option] | ({"default": default} if default else {})
-            if details.get("default") is not None:
+            if isinstance(details.get("default"), str | int):
                 details["help"] += " (default: %(default)s)"
             command.add_argument(option, **details)
         command.set_defaults(run=run)
@@ -87,48 +98,43 @@ def _switch(text: str) -> dict[str, Any]:
 
 
 _FILE: Any = {"metavar": "FILE"}
+_OPTIONAL_FILE: Any = {**_FILE, "nargs": "?", "const": "-"}
 _SKETCHES: Any = {"metavar": "SKETCH", "nargs": "+"}
 
 OPTIONS: Mapping[str, dict[str, Any]] = {
     "sketches": _option(
-        f"with a budget; built in: {', '.join(sketch_names())}; or module:Class(…)", **_SKETCHES
-    ),
-    "--model": _option(f"{', '.join(MODELS)} on random data, or module:factory of yours"),
-    "--batch-size": _option("of built-in models", _positive, 128),
-    "--sketch": _option(
-        "which; of Tokens single layers take the rows; or PATTERN=SKETCH, several times, for "
-        "layers by name",
-        default=["Tokens(0.3)"],
-        dest="sketches",
+        f"a sketch with its budget; built in: {', '.join(sketch_names())}; or module:Class(…)",
         **_SKETCHES,
     ),
-    "--steps": _option("train exactly for so many first, on top of --minutes", _natural, 0),
-    "--batches": _option("how many different ones to measure on", _positive, 8),
-    "--draws": _option("Monte Carlo draws, for each batch", _positive),
+    "--model": _option(
+        f"your own as module:factory (see above), or {', '.join(MODELS)} on random data"
+    ),
+    "--batch-size": _option("the batch size of a built-in model", _positive, 128, metavar="SIZE"),
+    "--sketch": _option(
+        "the sketch to try (default: Tokens(0.3)); or PATTERN=SKETCH, several times, by layer",
+        **{"default": ["Tokens(0.3)"], "dest": "sketches", **_SKETCHES},
+    ),
+    "--steps": _option("train exactly for so many steps, then measure", _natural, 0),
+    "--batches": _option("measure on so many different batches", _positive, 8),
+    "--draws": _option("take so many random draws for each batch", _positive),
     "--optimizer": _option(
-        "of training; advise counts noise and time as with it, others noise as with sgd (sgd, or "
-        "the factory's)",
+        "the one you train with; advise needs it (default: the factory's, or sgd)",
         choices=list(OPTIMIZERS),
     ),
-    "--learning-rate": _option("of --steps and --trial (0.1 for sgd, 0.001 for adam)", float),
-    "--no-split": _switch("only the total V: much cheaper"),
-    "--rounds": _option("pairs to time; 0, where FLOPs can give the verdict alone", _natural),
-    "--minutes": _option("about how long measuring may take, if there is a limit", float),
-    "--same-batch": _switch("the batch is given: do not try half of it"),
-    "--compile": _switch("kept tokens, compiled, against compiled exact blocks"),
+    "--learning-rate": _option("its rate (default: 0.1 for sgd, 0.001 for adam)", float),
+    "--no-split": _switch("measure V in total, not by layer: much cheaper"),
+    "--rounds": _option("time so many pairs; with 0 FLOPs alone decide", _natural),
+    "--minutes": _option("measure for about so long, if there is a limit", float),
+    "--same-batch": _switch("the batch size is fixed: do not compare with half of it"),
+    "--compile": _switch("compile blocks, kept and exact ones, before they are compared"),
     "--trial": _option(
-        "then train exact, advised and with half of each batch in turns (%(const)s minutes)",
-        float,
-        nargs="?",
-        const=5.0,
-        metavar="MINUTES",
+        "then train in turns for MINUTES (5): exact, as advised, half of each batch",
+        **{"kind": float, "metavar": "MINUTES", "nargs": "?", "const": 5.0},
     ),
-    "--output": _option("where the page goes", default="sketchprop-report.html", **_FILE),
-    "--verbose": _switch("show what is unbiased too"),
-    "--json": _option(
-        "the whole report as JSON, to FILE, or instead of the tables", nargs="?", const="-", **_FILE
-    ),
-    "--seed": _option("of models, data and draws", _natural, 0),
+    "--output": _option("write the page to FILE", default="sketchprop-report.html", **_FILE),
+    "--verbose": _switch("print unbiased cases, too"),
+    "--json": _option("write JSON to FILE, or print it instead of tables", **_OPTIONAL_FILE),
+    "--seed": _option("the random seed of models, data and draws", _natural, 0),
     "--traceback": _switch("show where an error comes from"),
 }
 """As ``add_argument`` takes them."""

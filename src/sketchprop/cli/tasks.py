@@ -77,8 +77,13 @@ class Task:
                 raise UsageError("the factory's batches end before --steps do; give a list")
 
 
-def load_task(name: str, batch_size: int, seed: int) -> Task:
+def load_task(name: str | None, batch_size: int, seed: int) -> Task:
     """A built-in model on random data, or ``module:factory`` that returns both and the loss."""
+    if name is None:
+        raise UsageError(
+            "there is no model to look at; give --model mine:factory, a function in mine.py that "
+            f"returns {FACTORY}, or for a first look --model vit; --help shows such a function"
+        )
     torch.manual_seed(seed)
     if ":" in name:
         return _user_task(name)
