@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from .advise.study import ADVISE
-from .amplification.study import AMPLIFICATION
 from .cifar.study import STUDIES
 from .depth.study import DEPTH
 from .iso_flop.study import ISO_FLOP
@@ -15,8 +14,9 @@ from .lab import ExperimentError
 from .mnist.study import MNIST
 from .noise.study import NOISE
 from .pay.study import PAY
+from .redundancy.study import REDUNDANCY
 
-COMMANDS = (MNIST, ISO_FLOP, AMPLIFICATION, NOISE, DEPTH, ADVISE, PAY)
+COMMANDS = (MNIST, ISO_FLOP, NOISE, DEPTH, REDUNDANCY, ADVISE, PAY)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

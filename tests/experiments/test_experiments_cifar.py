@@ -148,20 +148,6 @@ def test_smoke_makes_the_figure_from_nothing(tmp_path, capsys, model, small_data
     assert (out / "README.md").read_text() == page
 
 
-def test_noise_along_the_depth_is_measured_once_and_drawn_again(tmp_path, monkeypatch):
-    parts = pictures().train
-    monkeypatch.setattr(data, "cifar10", lambda: parts)
-    monkeypatch.setattr(data, "mnist", lambda: (parts.images[:, 0, :28, :28], parts.labels))
-    call = ["amplification", "--preset", "smoke", "--out", str(tmp_path)]
-    with pytest.warns(UserWarning, match="BatchNorm"):
-        assert main(call) == 0
-    page = (tmp_path / "README.md").read_text()
-    assert {"## MLP", "## ViT", "## BagNet"} <= set(page.splitlines())
-    assert "kept tokens | blocks.0 |" in page
-    assert main(call) == 0  # BatchNorm would warn again
-    assert (tmp_path / "README.md").read_text() == page
-
-
 def test_bagnet_is_the_published_one():
     """Its parameters, and 16 blocks of three convolutions, 4 shortcuts and two in the stem."""
     with torch.device("meta"):
