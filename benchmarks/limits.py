@@ -109,6 +109,9 @@ def _row(
     guess = max(1, int(FIRST[0] + (most - low) / each)) if each > 0 else FIRST[1]
     guess -= guess % max(1, guess // GRAIN)
     size = largest_batch(peak, most, guess, peak(guess))
+    if peak(size) > most:
+        told = f"a batch of {size} needs {peak(size) / 1e9:.2f} GB with {method}, not {limit:g}"
+        raise ValueError(f"{told}; give larger --gigabytes")
     seconds = probes[f"{method}/{size}"]["seconds"]
     return {"limit": limit, "method": method, "batch": size, "bytes": peak(size),
             "seconds": seconds, "each": seconds / size}  # fmt: skip

@@ -49,7 +49,7 @@ def write_page() -> Path:
             peaks.append(stored)
             continue
         if path.stem.startswith("limits"):
-            memory.append(limits.section(stored, PAGE.parent))
+            memory += [limits.section(stored, PAGE.parent)] if "rows" in stored else []
             continue
         parts.append(_section(path, stored))
     PAGE.parent.mkdir(parents=True, exist_ok=True)

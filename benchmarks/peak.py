@@ -236,9 +236,9 @@ HEAD = """## What a step needs, and the largest batch
 
 The most that a training step (forward, backward, SGD) needs above model, gradients and batch: the
 high-water mark of the resident memory, each in a fresh process, with an allocator that returns
-large blocks at once. `ForwardRows` keeps 0.1 of the rows. Checkpointing computes each transformer block again, of
-an MLP each half. The largest batch, in sixteenths of the given one, is that whose step needs no
-more than the exact step needs at the given batch.
+large blocks at once. `ForwardRows` keeps 0.1 of the rows. Checkpointing computes each transformer
+block again, of an MLP each half. The largest batch, in sixteenths of the given one, is that whose
+step needs no more than the exact step needs at the given batch.
 """
 
 
