@@ -9,9 +9,11 @@ to benchmarks/results/.
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from . import (
     imports,
     launches,
     layers,
+    limits,
     models,
     peak,
     profile,
@@ -55,13 +58,18 @@ def main() -> None:
     name = f"{args.command}{_kind(args)}-{args.threads}-thread{'s' * (args.threads > 1)}"
     output = args.output or FOLDER / f"{name}.json"
     title = f"{args.command}: time over exact, {args.threads} thread(s), {args.allocator} allocator"
+    allocator = "default" if args.command in ("import", "peak", "launches") else args.allocator
+    kept = partial(save, output, command, allocator, [])
+    if args.command == "limits":
+        stored = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
+        kept(limits.limits(args.gigabytes, args.seconds, stored, kept, args.small))
+        say(f"results: {output}")
+        return
     lines, extras = _measure(args)
     if lines:
         show(title, lines, extras)
     if args.command == "linear" and args.sketches and not args.output:
         return  # one reader's question: printed, not a result of the page
-    free = ("import", "peak", "launches")
-    allocator = "default" if args.command in free else args.allocator
     save(output, command, allocator, lines, extras)
     say(f"results: {output}")
     if lines and (args.plot or args.command == "linear"):
@@ -266,6 +274,9 @@ def _parser() -> argparse.ArgumentParser:
     most.add_argument("--only", default="", help="models whose name contains this")
     most.add_argument("--methods", nargs="+", choices=peak.METHODS, default=peak.METHODS)
     most.add_argument("--small", action="store_true", help="with a sixteenth of the batch")
+    within = commands.add_parser("limits", parents=[common], help="largest batch under a limit")
+    within.add_argument("--gigabytes", type=float, nargs="+", default=[2, 4, 8])
+    within.add_argument("--small", action="store_true", help="a tiny model and made-up data")
     tuned = commands.add_parser("tuner", parents=[common], help="what a tuner costs")
     tuned.add_argument("--only", default="", help="cases whose name contains this")
     tuned.add_argument("--small", action="store_true", help="made-up data and few steps")

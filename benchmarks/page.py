@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from . import peak
+from . import limits, peak
 from .results import FOLDER
 
 CLONE = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ forward' show. Ratios close to their target lie within the spread of it.
 
 
 def write_page() -> Path:
-    parts, peaks = [HEAD], []
+    parts, peaks, memory = [HEAD], [], []
     for path in sorted(FOLDER.glob("*.json")):
         stored = json.loads(path.read_text(encoding="utf-8"))
         if not str(stored.get("command", "")).startswith("python -m benchmarks "):
@@ -48,9 +48,12 @@ def write_page() -> Path:
         if path.stem.startswith("peak"):
             peaks.append(stored)
             continue
+        if path.stem.startswith("limits"):
+            memory += [limits.section(stored, PAGE.parent)] if "rows" in stored else []
+            continue
         parts.append(_section(path, stored))
     PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.with_name("memory.md").write_text(peak.page(*peaks), encoding="utf-8")
+    PAGE.with_name("memory.md").write_text(peak.page(peaks, memory), encoding="utf-8")
     for picture in FOLDER.glob("*.png"):
         shutil.copy(picture, PAGE.parent / picture.name)
     PAGE.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from sketchprop.meters.cost.memory import saved_bytes
 from sketchprop.sketches import ForwardRows
 from sketchprop.zoo import Bert, ViT, mlp
 
+from .timing import PINNED
+
+HERE = "benchmarks.peak"
 BUDGET = 0.1
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Under these the C allocator gives large blocks back as soon as they are free."""
@@ -41,30 +44,6 @@ def _gelu_mlp() -> nn.Sequential:
     model = mlp(784, 1024, 1024, 1024, 10)
     layers = [nn.GELU() if isinstance(part, nn.ReLU) else part for part in model]
     return nn.Sequential(*layers)
-
-
-class _FirstToken(nn.Module):
-    """BERT of transformers with the sizes of MiniLM-L6 and a small vocabulary, one label."""
-
-    def __init__(self) -> None:
-        from transformers import BertConfig, BertForSequenceClassification
-
-        super().__init__()
-        config = BertConfig(
-            vocab_size=1000, hidden_size=384, num_hidden_layers=6, num_attention_heads=12,
-            intermediate_size=1536, num_labels=10, hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-        self.model = BertForSequenceClassification(config)
-        self.blocks = self.model.bert.encoder.layer
-
-    def forward(self, words: Tensor) -> Tensor:
-        logits: Tensor = self.model(words).logits
-        return logits
-
-
-def _encoder() -> nn.Module:
-    return _FirstToken().train()
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]], int]] = {
@@ -87,11 +66,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
         lambda: ViT(dim=192, depth=9, heads=12, hidden=1024),
         lambda size: (torch.randn(size, 3, 32, 32), torch.randint(0, 10, (size,))),
         64,
-    ),
-    "MiniLM-L6's sizes, 128 tokens": (
-        _encoder,
-        lambda size: (torch.randint(0, 1000, (size, 128)), torch.randint(0, 10, (size,))),
-        32,
     ),
     "BERT-like 96 × 4": (
         Bert,
@@ -120,7 +94,7 @@ def prepare(name: str, method: str) -> tuple[nn.Module, Callable[[Tensor, Tensor
     if method == "Tokens":
         sp.sketch_(model, TOKENS)
     if "checkpointing" in method:
-        _checkpoint(model)
+        checkpoint_(model)
 
     def backward(x: Tensor, y: Tensor) -> object:
         return loss_of(model(x), y).backward()
@@ -128,15 +102,14 @@ def prepare(name: str, method: str) -> tuple[nn.Module, Callable[[Tensor, Tensor
     return model, backward
 
 
-def _checkpoint(model: nn.Module) -> None:
+def checkpoint_(model: nn.Module) -> None:
     """Each transformer block, or each half of a plain stack, is computed again in backward."""
     if isinstance(model, nn.Sequential):
         model.forward = _on_sequence(list(model))  # type: ignore[method-assign, assignment]
         return
-    for block in model.get_submodule("blocks").children():
-        block.forward = partial(  # type: ignore[method-assign, assignment]
-            checkpoint, block.forward, use_reentrant=False
-        )
+    for module in model.modules():
+        if type(module).__name__ in ("Block", "BertLayer"):
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
 def _on_sequence(parts: list[nn.Module]) -> Callable[[Tensor], Tensor]:
@@ -174,14 +147,14 @@ def step_peak(name: str, method: str, size: int) -> int:
     return resident("VmHWM") - before
 
 
-def in_fresh_process(name: str, method: str, size: int) -> int:
-    call = [sys.executable, "-m", "benchmarks.peak", name, method, str(size)]
-    done = subprocess.run(
-        call, check=False, env={**os.environ, **RETURNED}, capture_output=True, text=True
-    )
+def in_fresh_process(module: str, *words: object) -> Any:
+    """What ``python -m module`` writes as JSON, where freed blocks are returned."""
+    call = [sys.executable, "-m", module, *map(str, words)]
+    own = {name: value for name, value in os.environ.items() if name not in PINNED} | RETURNED
+    done = subprocess.run(call, check=False, env=own, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(call)} failed:\n{done.stderr}")
-    return int(json.loads(done.stdout))
+    return json.loads(done.stdout)
 
 
 def largest_batch(peak: Callable[[int], int], limit: int, size: int, at_size: int) -> int:
@@ -234,11 +207,11 @@ def peaks(
         size = max(GRAIN, MODELS[name][2] // (SMALL if small else 1))
         if "ForwardRows" in methods:
             shares.append({"model": name, **saved_shares(name, size)})
-        exact = in_fresh_process(name, "exact", size)
+        exact = in_fresh_process(HERE, name, "exact", size)
         for method in methods:
             if method == "Tokens" and name.startswith("MLP"):
                 continue
-            peak = partial(in_fresh_process, name, method)
+            peak = partial(in_fresh_process, HERE, name, method)
             found = exact if method == "exact" else peak(size)
             most = size if method == "exact" else largest_batch(peak, exact, size, found)
             rows.append(
@@ -255,23 +228,26 @@ def peaks(
     return rows, shares
 
 
-HEAD = """# Memory, measured
+TITLE = """# Memory, measured
 
-Written by `python -m benchmarks page` from `benchmarks/results/peak*.json`. The most that
-a training step (forward, backward, SGD) needs above model, gradients and batch: the high-water mark
-of the resident memory, each in a fresh process, with an allocator that returns large blocks at
-once. `ForwardRows` keeps 0.1 of the rows. Checkpointing computes each transformer block again, of
-an MLP each half. The largest batch, in sixteenths of the given one, is that whose step needs no
-more than the exact step needs at the given batch.
+Written by `python -m benchmarks page` from `peak*.json` and `limits*.json` in `benchmarks/results`.
+"""
+HEAD = """## What a step needs, and the largest batch
+
+The most that a training step (forward, backward, SGD) needs above model, gradients and batch: the
+high-water mark of the resident memory, each in a fresh process, with an allocator that returns
+large blocks at once. `ForwardRows` keeps 0.1 of the rows. Checkpointing computes each transformer
+block again, of an MLP each half. The largest batch, in sixteenths of the given one, is that whose
+step needs no more than the exact step needs at the given batch.
 """
 
 
-def page(*results: dict[str, Any]) -> str:
-    """docs/results/memory.md."""
+def page(results: Sequence[dict[str, Any]], sections: Sequence[str]) -> str:
+    """docs/results/memory.md, what documents need before the rest."""
     rows = [row for stored in results for row in stored["rows"]]
-    parts = [HEAD]
+    parts = [TITLE, *sections, HEAD]
     if any(row["method"] == "Tokens" for row in rows):
-        parts[0] += f"`Tokens`: `{TOKENS!r}`.\n"
+        parts[-1] += f"`Tokens`: `{TOKENS!r}`.\n"
     for stored in results:
         machine = stored["machine"]
         parts.append(f"- `{stored['command']}` on {machine['cpu']}, torch {machine['torch']}.")

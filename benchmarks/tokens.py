@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
 from sketchprop.layers.blocks import SketchedBlock
 from sketchprop.zoo import ViT
 
+from .peak import checkpoint_
 from .results import Line
 from .timing import CPU, interleave
 
@@ -63,9 +62,7 @@ class Size(NamedTuple):
         if sketch is not None:
             sp.sketch_(model, sketch)
         if checkpointed:
-            for module in model.modules():
-                if type(module).__name__ in ("Block", "BertLayer"):
-                    module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+            checkpoint_(model)
         return model, inputs
 
     def _bert(self) -> nn.Module:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from time import process_time
 from typing import Any
 
@@ -39,15 +39,21 @@ WAYS = (EXACT, EVEN, SHARED)
 
 
 @dataclass(frozen=True)
-class Settings:
+class Looks:
+    """How often noise and time are looked at."""
+
     size: str = "full"
-    moments: tuple[int, ...] = ()
-    """Steps of exact training; empty: those of the task."""
-    budget: float = 0.3
     sigma_batches: int = 8
     batches: int = 5
     draws: int = 2
     rounds: int = 5
+
+
+@dataclass(frozen=True)
+class Settings(Looks):
+    moments: tuple[int, ...] = ()
+    """Steps of exact training; empty: those of the task."""
+    budget: float = 0.3
     seeds: int = 5
     steps: int = 800
     """Of exact training; the others have as much time."""
@@ -73,10 +79,13 @@ class DepthStudy(MeasuredStudy):
         missing = [step for step in steps if str(step) not in own]
         for step, model in trajectory(problem, missing, task.rate, out / task.name):
             early = own.get(str(steps[0]), {}).get("shares", {})
-            own[str(step)] = _looked_at(model, problem, settings, early)
+            sketches = {EVEN: sp.Tokens(settings.budget, share="even")}
+            for way in (SHARED, *([EARLY] if early else [])):
+                sketches[way] = sp.Tokens(settings.budget)
+            own[str(step)] = looked_at(model, problem, settings, sketches, early)
             write_json(stored, found)
             if not options.quiet:
-                sys.stderr.write(f"{task.name}, step {step}: {_line(own[str(step)])}\n")
+                sys.stderr.write(f"{task.name}, step {step}: {told(own[str(step)])}\n")
         if options.train:
             runs = own.setdefault("runs", {})
             moments = [moment for step, moment in own.items() if step.isdecimal()]
@@ -179,15 +188,18 @@ def _trained(job: Job) -> dict[str, list[float]]:
     return {"test": found["test_curve"], "loss": found["loss_curve"]}
 
 
-def _looked_at(
-    model: nn.Module, problem: Problem, settings: Settings, early: dict[str, list[float]]
+def looked_at(
+    model: nn.Module,
+    problem: Problem,
+    settings: Looks,
+    sketches: Mapping[str, sp.Tokens],
+    early: Mapping[str, Sequence[float]] | None = None,
 ) -> dict[str, Any]:
     """All ways at one moment, by block, and what is in none of them last; the model is exact again
-    at the end."""
+    at the end. ``early``: shares that ``EARLY`` has from the first moment."""
     batches = noise_batches(problem, settings.sigma_batches + 1)
     aside = batches.pop()
-    even = sp.Tokens(settings.budget, share="even")
-    sp.sketch_(model, even, problem.inner)
+    sp.sketch_(model, next(iter(sketches.values())), problem.inner)
     blocks = [m for m in model.modules() if isinstance(m, SketchedModule)]
     number = {p: k for k, m in enumerate(blocks) for p in m.parameters()}
     owner = [number.get(p, len(blocks)) for p in trained_parameters(model)]
@@ -209,34 +221,35 @@ def _looked_at(
     centre = [sum(parts) / len(exact) for parts in zip(*exact, strict=True)]
     sigma2 = mean([apart(g, centre) for g in exact], len(exact) - 1)
 
-    def noise() -> list[float]:
-        pairs = list(zip(batches, exact, strict=True))[: settings.batches]
-        found = [
-            apart(drawn, g)
-            for batch, g in pairs
-            for drawn in gradients_of(model, problem, batch, settings.draws)
-        ]
-        return mean(found, len(found))
+    def noise() -> list[list[float]]:
+        """By batch, the mean over its draws."""
+        found = []
+        for batch, g in list(zip(batches, exact, strict=True))[: settings.batches]:
+            drawn = gradients_of(model, problem, batch, settings.draws)
+            found.append(mean([apart(each, g) for each in drawn], settings.draws))
+        return found
 
-    ways: dict[str, Any] = {EVEN: {"sketches": [even] * len(blocks)}}
+    ways: dict[str, Any] = {}
     shares: dict[str, list[float]] = {}
     spent = 0.0
-    for way in (SHARED, *([EARLY] if early else [])):
-        sp.sketch_(model, sp.Tokens(settings.budget), problem.inner)
-        if way == EARLY:
+    for way, sketch in sketches.items():
+        sp.sketch_(model, sketch, problem.inner)
+        if way == EARLY and early:
             load_shares_(model, early)
-        else:
+        elif shares_in(model):
             spent, shares = _seconds(model, problem, aside), shares_of(model)
             with sp.exact(model):
                 spent /= _seconds(model, problem, aside)
-        ways[way] = {"note": shares_in(model)[0].note, "sketches": [m.sketch for m in blocks]}
+        ways[way] = {"sketches": [m.sketch for m in blocks]}
     for line in ways.values():
         _give(blocks, line["sketches"])
-        line["noise"] = noise()
+        found = noise()
+        line["noise"] = mean(found, len(found))
+        line["error"] = [stdev(column) / len(found) ** 0.5 for column in zip(*found, strict=True)]
     times: dict[str, list[float]] = {way: [] for way in (EXACT, *ways)}
     for batch in (batches * settings.rounds)[: settings.rounds]:
         for way, seconds in times.items():
-            _give(blocks, ways.get(way, ways[EVEN])["sketches"])
+            _give(blocks, ways.get(way, next(iter(ways.values())))["sketches"])
             for m in blocks:
                 m.sketching.exact = way == EXACT
             seconds.append(_seconds(model, problem, batch))
@@ -276,7 +289,7 @@ def _cells(moment: dict[str, Any], line: dict[str, Any]) -> list[str]:
     return [number_text(line["time"]), *told, " ".join(number_text(v, 2) for v in found["blocks"])]
 
 
-def _line(moment: dict[str, Any]) -> str:
+def told(moment: dict[str, Any]) -> str:
     texts = [f"{way}: {', '.join(_cells(moment, line))}" for way, line in moment["ways"].items()]
     return "; ".join([*texts, f"measured in {moment['steps']:.1f} steps"])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from ..problems import cifar_vit, drawer, in_blocks, pieces, pixels, token_loss
 from .models import CharacterGPT, in_layers, minilm, tiny_encoder, yield_encoder
 from .scores import f1, negative_loss, r_squared
 from .texts import (
+    LONGEST,
     Texts,
     drawn_at_random,
     drawn_by_length,
@@ -146,10 +147,11 @@ def padded_sst2(small: bool) -> Problem:
 
 
 @lru_cache(maxsize=2)
-def documents(small: bool) -> Problem:
+def documents(small: bool, tokens: int = LONGEST) -> Problem:
     """Is a long review praise? Four of them at a time, read from the first token."""
-    base = _sentences("documents", "reviews of 512 tokens", small, load_reviews)
-    train = _made_up(2, 0) if small else load_reviews()[0]
+    load = cache(partial(load_reviews, tokens))
+    base = _sentences("documents", f"reviews of {tokens} tokens", small, load)
+    train = _made_up(2, 0) if small else load()[0]
     title = base.title.replace("batch 32", "batch 4")
     return replace(base, title=title, draw=drawn_at_random(train), batch_size=4)
 

@@ -152,11 +152,11 @@ def load_yields() -> tuple[Texts, Texts]:
     return made.part(0, train), made.part(train)
 
 
-def _word_pieces(sentences: Sequence[Any], targets: Tensor) -> Texts:
+def _word_pieces(sentences: Sequence[Any], targets: Tensor, longest: int = LONGEST) -> Texts:
     from tokenizers import Tokenizer
 
     tokenizer: Any = Tokenizer.from_str(files.MINILM.read("tokenizer.json").decode())
-    tokenizer.enable_truncation(LONGEST)
+    tokenizer.enable_truncation(longest)
     tokenizer.no_padding()
     rows = [tokenizer.encode(*(s if isinstance(s, tuple) else (s,))).ids for s in sentences]
     return texts(rows, targets, int(tokenizer.token_to_id(PAD)))
@@ -176,8 +176,8 @@ def load_mrpc() -> tuple[Texts, Texts, Texts]:
     return train, dev, test
 
 
-def load_reviews() -> tuple[Texts, Texts, Texts]:
-    """Training, validation and test: long texts, split by their numbers; 1 for praise."""
+def load_reviews(longest: int = LONGEST) -> tuple[Texts, Texts, Texts]:
+    """Training, validation and test: cut texts, split by their numbers; 1 for praise."""
     packed = io.BytesIO(files.REVIEWS.read("movie_reviews.zip"))
     parts: tuple[list[tuple[str, int]], ...] = ([], [], [])
     with zipfile.ZipFile(packed) as archive:
@@ -187,7 +187,7 @@ def load_reviews() -> tuple[Texts, Texts, Texts]:
                 text = archive.read(name).decode("latin-1")
                 parts[max(0, fold - 7)].append((text, int(label)))
     train, dev, test = (
-        _word_pieces([text for text, _ in part], torch.tensor([label for _, label in part]))
+        _word_pieces([text for text, _ in part], torch.tensor([own for _, own in part]), longest)
         for part in parts
     )
     return train, dev, test

@@ -22,21 +22,6 @@ def call(task, folder, *more):
     )
 
 
-def test_smoke(tmp_path, capsys, monkeypatch):
-    assert call("yields", tmp_path) == 0
-    page = (tmp_path / "README.md").read_text()
-    assert "| - |" not in page
-
-    def refused(*_):
-        raise AssertionError("stored results alone must do")
-
-    monkeypatch.setattr(study, "trajectory", refused)
-    monkeypatch.setattr(Problem, "trainer", refused)
-    assert call("yields", tmp_path, "--stored") == 0
-    assert (tmp_path / "README.md").read_text() == page
-    capsys.readouterr()
-
-
 def test_a_killed_run_goes_on_with_what_is_missing(tmp_path, capsys, monkeypatch):
     assert call("vit", tmp_path / "whole") == 0
     assert "| - |" not in (tmp_path / "whole" / "README.md").read_text()
@@ -135,3 +120,18 @@ def test_shares_are_measured_trained_and_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr(Problem, "trainer", None)  # nothing is trained again
     assert main([*call, "--quiet"]) == 0
     assert (tmp_path / "results.json").read_text() == stored
+
+
+def test_redundancy_is_measured_size_by_size_and_drawn_again(tmp_path, monkeypatch, capsys):
+    call = ["redundancy", "--preset", "smoke", "--out", str(tmp_path), "--quiet"]
+    assert main(call) == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    sizes = {"pictures/16", "pictures/64", "documents/64", "documents/128"}
+    assert set(found) == {"machine", *sizes}
+    assert all(min(found[size]["ways"]["0.2"]["noise"]) > 0 for size in sizes)
+    page = (tmp_path / "README.md").read_text()
+    assert page.count("| 0.2 |") == len(sizes)
+    monkeypatch.setattr(Problem, "trainer", None)
+    assert main(call) == 0
+    assert (tmp_path / "README.md").read_text() == page
+    capsys.readouterr()
