@@ -13,11 +13,10 @@ from .depth.study import DEPTH
 from .iso_flop.study import ISO_FLOP
 from .lab import ExperimentError
 from .mnist.study import MNIST
-from .noise.study import NOISE
 from .pay.study import PAY
 from .redundancy.study import REDUNDANCY
 
-COMMANDS = (MNIST, ISO_FLOP, AMPLIFICATION, NOISE, DEPTH, REDUNDANCY, ADVISE, PAY)
+COMMANDS = (MNIST, ISO_FLOP, AMPLIFICATION, DEPTH, REDUNDANCY, ADVISE, PAY)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

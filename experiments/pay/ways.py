@@ -21,7 +21,6 @@ from ..lab.checkpoints import State
 from ..lab.problem import Problem
 from ..lab.trainer import Batch, Control
 from ..methods import make_sketch
-from ..noise.study import Plain, default
 
 EXACT = "exact"
 KEPT = "tokens-0.3"
@@ -82,13 +81,15 @@ class Way:
 
     @property
     def point(self) -> str:
-        """The name that the study of noise gives to its draws; empty: it does not know them."""
+        """The name of its draws in ``tokens-noise``, as text; empty: they are not there."""
         if not self.sketch or self.control or self.measures or self.name == NONZERO:
             return ""
         made = make_sketch(self.sketch)
         if isinstance(made, sp.Rows):
-            return str(Plain(float(made.budget)))
-        return str(default(float(made.budget))) if isinstance(made, sp.Tokens) else ""
+            return f"rows-{made.budget:g}"
+        if not isinstance(made, sp.Tokens):
+            return ""
+        return f"{made.budget:g}/{made.query_budget:g}/{made.key_budget:g}"
 
 
 _TWO = (0.5, 1.0)

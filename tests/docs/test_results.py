@@ -50,6 +50,6 @@ def test_a_page_is_drawn_from_its_numbers(folder, clone, capsys):
 
 def test_every_folder_of_results_has_its_command_or_names_the_commit_of_its_code():
     folders = {path.parent.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("README.md")}
-    assert {"cifar-vit-cpu", "pay", "tokens-noise/vit"} <= set(CALLS) < folders
+    assert {"cifar-vit-cpu", "pay", "depth"} <= set(CALLS) < folders
     for name in folders - set(CALLS):
         assert "*Archived:" in (RESULTS / name / "README.md").read_text()

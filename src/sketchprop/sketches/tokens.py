@@ -25,7 +25,7 @@ ROOM = 1.25
 QUERIES, KEYS = 0.1, 0.4
 """More shares than of rows, unless given. At equal shares attention makes much of the noise, so
 that it keeps a tenth more; 0.7 of the rows of K and V at a budget of 0.3 add next to no noise.
-``python -m experiments noise`` measures what each choice adds."""
+What each choice adds is in docs/results/tokens-noise."""
 
 
 def more(budget: float | int, share: float) -> float:
