@@ -140,6 +140,8 @@ def _foretold(found: dict[str, Any]) -> dict[str, Any]:
                     hit[1] += 1
             texts = [number_text(n) if n < math.inf else "> 1" for n in (steps, low, high)]
             cells = [number_text(1 + float(n)) if n is not None else "-" for n in given]
+            early = [1 + figures(m, m["ways"][EVEN])["mean"] for m in moments]
+            cells[1] = ", ".join(map(number_text, early))
             lines.append([row["task"], "{} ({} to {})".format(*texts), *cells])
     return {"lines": lines, "hits": hits}
 
