@@ -33,13 +33,15 @@ EXACT, CHECKPOINTED = "exact", "checkpointing"
 METHODS = (EXACT, CHECKPOINTED, "Tokens(0.2)", 'Tokens(0.2, save="input")')
 EQUAL = 16
 """The batch at which methods are timed in turns."""
-FIRST = (4, 12)
+LOW, HIGH = 4, 12
 """Batches whose memory says about how many samples will fit."""
+FEW = 2
+"""Samples of the first step: there budgets are shared out, which takes more memory."""
 Keep = Callable[[dict[str, object]], object]
 
 
-def training(method: str, size: int, small: bool) -> Callable[[], object]:
-    """A step of training on documents: forward, backward, AdamW."""
+def training(method: str, small: bool) -> Callable[[int], object]:
+    """Steps on so many documents: forward, backward, AdamW."""
     task = TASKS["documents"]
     problem = task.problem(small)
     torch.manual_seed(0)
@@ -50,26 +52,24 @@ def training(method: str, size: int, small: bool) -> Callable[[], object]:
         sp.sketch_(model, parse_sketch(method), problem.inner)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, task.rate, fused=True)
-    batch = problem.draw(generator("limits", 0), size)
 
-    def step() -> None:
+    def step(size: int) -> None:
         optimizer.zero_grad()
+        batch = problem.draw(generator("limits", 0), size)
         torch.autograd.backward(problem.loss_of(model, batch))
         optimizer.step()
 
     return step
 
 
-def probe(method: str, size: int, small: bool) -> dict[str, float]:
-    """Bytes at most, in the first step, which shares budgets out, and in the second one; seconds of
-    the second."""
+def probe(method: str, size: int, first: int, small: bool) -> dict[str, float]:
+    """Bytes at most in two steps, of ``first`` samples and of ``size``; seconds of the second."""
     torch.set_num_threads(1)
-    step, most = training(method, size, small), []
-    for _ in range(2):
-        Path("/proc/self/clear_refs").write_text("5")  # the mark starts anew
-        seconds, _ = timed(step, CPU)
-        most.append(resident("VmHWM"))
-    return {"first": most[0], "second": most[1], "seconds": seconds}
+    step = training(method, small)
+    Path("/proc/self/clear_refs").write_text("5")  # the mark starts anew
+    step(first)
+    seconds, _ = timed(partial(step, size), CPU)
+    return {"bytes": resident("VmHWM"), "seconds": seconds}
 
 
 def limits(
@@ -79,21 +79,23 @@ def limits(
     known = {name: stored[name] for name in ("probes", "times") if name in stored}
     found: dict[str, Any] = {"probes": {}, "times": {}, **known}
 
-    def bytes_of(method: str, size: int) -> int:
-        name = f"{method}/{size}"
+    def probed(method: str, size: int, first: int = FEW) -> int:
+        name = f"{method}/{size}/{first}"
         if name not in found["probes"]:
-            found["probes"][name] = in_fresh_process("benchmarks.limits", method, size, int(small))
+            words = (method, size, first, int(small))
+            found["probes"][name] = in_fresh_process("benchmarks.limits", *words)
             keep(found)
-        at = found["probes"][name]
-        return int(max(at["first"], at["second"]))
+        return int(found["probes"][name]["bytes"])
 
+    for first in (FEW, EQUAL):
+        probed(METHODS[-1], EQUAL, first)
     rows = [
-        _row(method, limit, partial(bytes_of, method), found["probes"])
+        _row(method, limit, partial(probed, method), found["probes"])
         for limit in gigabytes
         for method in METHODS
     ]
     if not found["times"]:
-        work = {method: training(method, EQUAL, small) for method in METHODS}
+        work = {method: partial(training(method, small), EQUAL) for method in METHODS}
         ratios = interleave(work, seconds=seconds * len(work))
         found["times"] = {method: plain_data(ratio) for method, ratio in ratios.items()}
     return {**found, "rows": rows}
@@ -104,15 +106,14 @@ def _row(
 ) -> dict[str, Any]:
     """Memory is nearly linear in the batch: two small ones say where to look."""
     most = round(1e9 * limit)
-    low, high = map(peak, FIRST)
-    each = (high - low) / (FIRST[1] - FIRST[0])
-    guess = max(1, int(FIRST[0] + (most - low) / each)) if each > 0 else FIRST[1]
+    each = (peak(HIGH) - peak(LOW)) / (HIGH - LOW)
+    guess = max(1, int(LOW + (most - peak(LOW)) / each)) if each > 0 else HIGH
     guess -= guess % max(1, guess // GRAIN)
     size = largest_batch(peak, most, guess, peak(guess))
     if peak(size) > most:
         told = f"a batch of {size} needs {peak(size) / 1e9:.2f} GB with {method}, not {limit:g}"
         raise ValueError(f"{told}; give larger --gigabytes")
-    seconds = probes[f"{method}/{size}"]["seconds"]
+    seconds = probes[f"{method}/{size}/{FEW}"]["seconds"]
     return {"limit": limit, "method": method, "batch": size, "bytes": peak(size),
             "seconds": seconds, "each": seconds / size}  # fmt: skip
 
@@ -130,9 +131,13 @@ def section(stored: dict[str, Any], results: Path) -> str:
         lines.append([f"`{method}`", *fits, number_text(ratio), number_text(equal)])
     head = ["method", *(f"under {limit:g} GB" for limit in limits), "time", "time at equal noise"]
     picture(results, "memory", 1, partial(_draw, rows, limits), (5.6, 3.8))
+    less, whole = (
+        stored["probes"][f"{METHODS[-1]}/{EQUAL}/{first}"]["bytes"] / 1e9 for first in (FEW, EQUAL)
+    )
+    told = FIRST_STEP.format(size=EQUAL, few=FEW, less=less, whole=whole)
     machine = stored["machine"]
     about = f"`{stored['command']}` on {machine['cpu']}, torch {machine['torch']}, one thread."
-    return "\n".join([WORDS, table(head, lines), "", about, ""])
+    return "\n".join([WORDS, table(head, lines), "", told, about, ""])
 
 
 def _worst_noise(stored: Path) -> float:
@@ -175,7 +180,12 @@ training and checkpointing compute the same gradient, kept tokens one with more 
 exact training, at its time for a sample. So memory alone is no reason for checkpointing or
 `save="input"`, unless one sample does not fit, or the loss needs the whole batch at once.
 """
+FIRST_STEP = """In its first backward pass `Tokens` shares the budgets out, and needs more memory:
+with `save="input"` and a first step of {size} samples {whole:.2f} GB, of {few} and then {size}
+{less:.2f} GB. Here the first step has {few} samples. Where memory is short, do so, or type
+`share="even"`.
+"""
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(probe(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1")))
+    sys.stdout.write(json.dumps(probe(sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4] == "1")))

@@ -41,11 +41,10 @@ def test_checkpointing_needs_less_memory_in_a_fresh_process():
 def test_a_limit_is_kept_and_what_is_stored_is_not_measured_again(tmp_path, monkeypatch):
     each = dict(zip(limits.METHODS, (75e6, 20e6, 45e6, 25e6), strict=True))
 
-    def bytes_of(module, method, size, small):
-        most = 6e8 + each[method] * size
-        return {"first": most, "second": 0.9 * most, "seconds": 0.5 * size}
+    def probed(module, method, size, first, small):
+        return {"bytes": 6e8 + each[method] * max(size, 2 * first), "seconds": 0.5 * size}
 
-    monkeypatch.setattr(limits, "in_fresh_process", bytes_of)
+    monkeypatch.setattr(limits, "in_fresh_process", probed)
     monkeypatch.setattr(limits, "EQUAL", 2)
     kept = []
     found = limits.limits((2, 8), 0.01, {}, kept.append, small=True)
@@ -60,10 +59,11 @@ def test_a_limit_is_kept_and_what_is_stored_is_not_measured_again(tmp_path, monk
     about = {"command": "limits", "machine": {"cpu": "one", "torch": "2"}}
     text = limits.section({**found, **about}, tmp_path)
     assert "| `exact` | **18**: 9 s, 0.50 s | **96**: 48 s, 0.50 s | 1 | 1 |" in text
+    assert "a first step of 2 samples 0.70 GB, of 2 and then 2\n0.70 GB" in text
     assert (tmp_path / "memory.png").stat().st_size > 1000
 
 
 def test_a_probe_says_what_two_steps_need_and_the_time_of_the_second():
-    found = peak.in_fresh_process("benchmarks.limits", limits.METHODS[-1], 4, 1)
-    assert found["first"] > 5e7 < found["second"]
+    found = peak.in_fresh_process("benchmarks.limits", limits.METHODS[-1], 4, 2, 1)
+    assert found["bytes"] > 5e7
     assert found["seconds"] > 0

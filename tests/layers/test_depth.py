@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from typing import Any
 
@@ -101,6 +102,13 @@ def test_the_first_backward_pass_is_as_before_and_the_next_ones_are_shared_out()
     sp.set_budget_(model, 1.0)
     exact = step(sp.sketch_(FirstToken(), Tokens(1.0)), 2)
     assert all(torch.equal(a, b) for a, b in zip(step(model, 2), exact, strict=True))
+
+
+def test_nothing_of_the_first_batch_stays_in_memory() -> None:
+    step(sp.sketch_(FirstToken(), Tokens(0.3)), samples=11)
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if type(t) is Tensor]
+    assert not [t.shape for t in tensors if {11, 11 * 20} & set(t.shape)]
 
 
 def test_unequal_budgets_are_unbiased() -> None:

@@ -165,10 +165,10 @@ class SketchedBlock(SketchedModule):
                 if not training:
                     self.eval()
                     call = self.anatomy(*args, **kwargs)  # type: ignore[assignment]
-                # Of activation checkpointing nothing here is to be seen.
-                with random_state_kept(call.x.device), saved_tensors_hooks(_same, _same):
+                # Of activation checkpointing nothing here is to be seen, and no backward follows.
+                with random_state_kept(call.x.device), saved_tensors_hooks(_none, _none):
                     exact = _first(plain(*args, **kwargs))
-                with random_state_kept(call.x.device), saved_tensors_hooks(_same, _same):
+                with random_state_kept(call.x.device), saved_tensors_hooks(_none, _none):
                     kept = _first(
                         self.result(self.run(call, self.sketching.sketch), *args, **kwargs)
                     )
@@ -399,8 +399,8 @@ def changed(part: RowPart) -> str:
     return f"{name} is not a plain layer"
 
 
-def _same(t: Tensor) -> Tensor:
-    return t
+def _none(t: Tensor) -> None:
+    """Instead of ``t``: a result that its own node keeps through a hook is never freed."""
 
 
 def _first(result: Any) -> Tensor:
