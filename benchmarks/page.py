@@ -1,5 +1,4 @@
-"""docs/results/speed.md and memory.md, and the tables of single layers elsewhere, from the stored
-results: python -m benchmarks page"""
+"""docs/results/speed.md and memory.md from the stored results: python -m benchmarks page"""
 
 from __future__ import annotations
 
@@ -13,16 +12,6 @@ from .results import FOLDER
 
 CLONE = Path(__file__).parents[1]
 PAGE = CLONE / "docs" / "results" / "speed.md"
-LAYERS = {
-    "README.md": ("backward of one linear layer", ".2f", ("L1", "L1 at 0.5", "Diagonal", "floor")),
-    "docs/choosing.md": (
-        "rows × inputs × outputs",
-        ".3f",
-        ("L1", "Diagonal", "SampleMask", "GradientSVD", "GradientSVD, Every(50)"),
-    ),
-}
-"""Tables of linear layers: how a head begins, the format of a number, what each column shows."""
-
 HEAD = """# Speed, measured
 
 Written by `python -m benchmarks page` from `benchmarks/results/`. Every figure is a time over the
@@ -57,29 +46,7 @@ def write_page() -> Path:
     for picture in FOLDER.glob("*.png"):
         shutil.copy(picture, PAGE.parent / picture.name)
     PAGE.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
-    _fill_tables(json.loads((FOLDER / "linear-1-thread.json").read_text(encoding="utf-8")))
     return PAGE
-
-
-def _fill_tables(stored: dict[str, Any]) -> None:
-    """The rows that each table has, with the ratios that are stored now."""
-    found: dict[tuple[str, str], float] = {}
-    for line in stored["lines"]:
-        at = "" if line["budget"] == 0.1 else f" at {line['budget']:g}"
-        found[line["case"], line["method"] + at] = line["ratio"]["median"]
-        if line["method"] == "L1" and not at:
-            found[line["case"], "floor"] = line["floor"]
-    for name, (head, number, columns) in LAYERS.items():
-        path, inside = CLONE / name, False
-        lines = path.read_text(encoding="utf-8").splitlines()
-        for i, line in enumerate(lines):
-            inside = line.startswith(f"| {head}") or (inside and line.startswith("|"))
-            case = line.strip("| ").split(" | ")[0]
-            if inside and (case, "L1") in found:
-                ratios = [found.get((case, column)) for column in columns]
-                cells = ["" if r is None else format(r, number) for r in ratios]
-                lines[i] = "| " + " | ".join([case, *cells]) + " |"
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _section(path: Path, stored: dict[str, Any]) -> str:

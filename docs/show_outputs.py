@@ -1,7 +1,7 @@
 """Runs the blocks of pages and writes what they print below them; the tutorial becomes a notebook.
 
     python docs/show_outputs.py                      every page that shows outputs
-    python docs/show_outputs.py docs/path/vit.md     this one
+    python docs/show_outputs.py docs/vision.md       this one
 
 A block that shows an output is followed by ``<!-- output -->`` and a block ``text``.
 """

@@ -339,7 +339,7 @@ def reported(
 
 def choices_table(choices: Sequence[Choice]) -> str:
     """In Markdown, as a person reads it."""
-    header = ("way", "batch", "rate", "runs", "why", "rate: score", "at T; exact: on test data")
+    header = ("method", "batch", "rate", "runs", "why", "rate: score", "at T; exact: on test data")
     lines = [
         [
             find_way(choice.way).label + (f" ({choice.role})" if choice.role else ""),

@@ -99,7 +99,7 @@ def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
         "winner": "none so far" if outcome.curves else "not run yet",
         **(_headline(outcome, *shown, folder) if shown else {}),
         "predicted": _predicted(task.name, shown[0].batch if shown else None),
-        "header": ["way", "rate", "steps", "step", "V/σ²", *shares, "time to equal quality",
+        "header": ["method", "rate", "steps", "step", "V/σ²", *shares, "time to equal quality",
                    "over exact at the same batch"],
         "lines": [_line(outcome, curve) for curve in outcome.curves],
         "controllers": [line for curve in outcome.curves if (line := _controller(outcome, curve))],
@@ -108,7 +108,7 @@ def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
         "sizes": _sizes(contest, times),
         "lead": find_way(contest.lead).label,
         "kept_memory": _memory(times, find_way(contest.lead)),
-        "of": partial(_numbers, outcome),
+        "of": partial(numbers, outcome),
     }  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def best(outcome: Outcome) -> tuple[Curve, Ratio] | None:
     return min(found, key=lambda pair: (pair[1].value, -pair[0].last)) if found else None
 
 
-def _numbers(outcome: Outcome, way: str, batch: int) -> dict[str, str]:
+def numbers(outcome: Outcome, way: str, batch: int) -> dict[str, str]:
     """Of one way: what the notes of a task may quote; a dash for what is not known."""
     curve = next((c for c in outcome.curves if (c.way.name, c.batch) == (way, batch)), None)
     change, numbers = told(outcome.contest.task, way, batch), defaultdict(lambda: "-")

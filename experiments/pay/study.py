@@ -88,17 +88,7 @@ class PayStudy(Study):
                 self._do(contest, out, options)
             if options.times:
                 return 0
-        choices = read_choices(out)
-        outcomes = {
-            c.task: Outcome(
-                c,
-                read_json(out / c.task / TIMES)["costs"],
-                rows_so_far(out / c.task, SCHEMA),
-                choices,
-            )
-            for c in every
-            if (out / c.task / TIMES).is_file()
-        }
+        outcomes = self.outcomes(every, out)
         if not outcomes:
             raise ExperimentError(f"{out} holds no results; run the command without --stored")
         if options.earnest:
@@ -107,6 +97,20 @@ class PayStudy(Study):
         written = [write_csv(out / "summary.csv", summary(outcomes)), *draw_figure(outcomes, out)]
         written += draw_predictions(pairs(outcomes), out)
         return self.finish(written, out, {"preset": name, **facts(outcomes, out)})
+
+    def outcomes(self, contests: list[Contest], out: Path) -> dict[str, Outcome]:
+        """What is stored of each task."""
+        choices = read_choices(out)
+        return {
+            c.task: Outcome(
+                c,
+                read_json(out / c.task / TIMES)["costs"],
+                rows_so_far(out / c.task, SCHEMA),
+                choices,
+            )
+            for c in contests
+            if (out / c.task / TIMES).is_file()
+        }
 
     def _do(self, contest: Contest, out: Path, options: argparse.Namespace) -> None:
         """Times all that was not timed, trains what was not trained of the ways asked for, and

@@ -31,23 +31,23 @@ def branch(
 ) -> Tensor:
     """``f(x)``, with a backward that runs on ``budget`` of the rows of ``x: [*, d]``.
 
-    f, a module or a ``RowWise`` or a function, must be row-wise: every token by itself (norms,
-    linear layers, activations, dropout, gates).
+    f is a module, a ``RowWise`` or a function. It must treat every token by itself, as norms,
+    linear layers, activations, dropout and gates do.
     In backward r rows of the output's gradient are drawn over the whole batch, p_b ∝ ‖g_b‖, and
     f's vjp runs on those alone: dx = Σ J_bᵀ g_b/p_b over the kept rows, and the gradients of f's
-    parameters likewise, with the means of the exact gradients.
+    parameters likewise. Their means are the exact gradients.
 
-    Where no more rows have a gradient than are kept (padding, ignored labels) it is exact.
+    If no more rows have a gradient than are kept (padding, ignored labels), it is exact.
     Cost of backward: ``budget`` times that of f. ``save="activations"`` keeps the results of f's
-    products; ``"input"`` keeps x alone and computes them again on the kept rows, with the memory
-    of activation checkpointing. What is not made of plain torch layers always runs again.
+    products. ``"input"`` keeps x alone and computes them again on the kept rows, with the memory
+    of activation checkpointing; f runs again in any case unless it is made of plain torch layers.
 
     ``residual``: x + f(x), at the cost of one pass over the gradient less than adding it outside.
-    ``parameters``: those that f uses, where f is a function; a module brings its own.
-    ``check``: try f on three rows by themselves and refuse one that mixes rows or draws random
-    numbers. What is made of plain torch layers is row-wise by construction, keeps its masks of
-    dropout and is not tried; only that can be compiled.
-    Where the budget keeps everything this is ``f(x)`` itself. Draws come from ``uniforms``.
+    ``parameters``: those that f uses, if f is a function; a module brings its own.
+    ``check``: try f on three rows by themselves, and refuse one that mixes rows or draws random
+    numbers. Plain torch layers are not tried: they are row-wise by construction and keep their
+    masks of dropout. Only they can be compiled.
+    If the budget keeps everything this is ``f(x)`` itself. Draws come from ``uniforms``.
 
     >>> mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
     >>> x = torch.randn(4, 16, 8, requires_grad=True)

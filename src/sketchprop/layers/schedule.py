@@ -66,9 +66,9 @@ class Ladder:
 def set_budget_(model: Model, budget: float | int) -> Model:
     """Gives every sketched layer of ``model`` the budget, in place, and returns the model.
 
-    The rest of each layer's sketch stays; of ``Tokens`` that blocks share it is the mean. Call it
-    between steps: under activation checkpointing a forward pass is replayed in backward, and both
-    must see the same budget.
+    The rest of each sketch stays. If blocks share ``Tokens``, the budget is their mean. Call it
+    between steps: activation checkpointing replays a forward pass in backward, and both must see
+    the same budget.
 
         set_budget_(model, 0.5)
     """

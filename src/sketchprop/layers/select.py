@@ -2,9 +2,9 @@
 
     sketch_(model, Rows(0.3), filter_fn=select.linear & ~select.last & select.wide(64))
 
-Filters are asked about the layers that can be sketched, in the order in which the model holds
-them. Plain functions ``(module, name) -> bool`` are filters too, alone or beside an operator;
-like ``and`` and ``or``, ``&`` and ``|`` ask the right side only where the left one leaves it open.
+A filter is asked about each layer that can be sketched, in the order of the model. Plain functions
+``(module, name) -> bool`` are filters, too, alone or beside an operator. Like ``and`` and ``or``,
+``&`` and ``|`` ask the right side only where the left one leaves it open.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Summary(Report):
 
 
 def summary(model: nn.Module, rows: int = 128) -> Summary:
-    """A line per weight matrix and per gate: its sketch, what is kept, or why it is exact.
+    """Has a line for each weight matrix and gate: its sketch, what is kept, or why it is exact.
 
     ``rows``: the number of rows (samples × tokens) for which FLOPs are counted.
 

@@ -40,28 +40,27 @@ def sketch_(
 ) -> Model:
     """Gives layers of ``model`` a sketched backward, in place, and returns the model.
 
-    ``sketch``: one sketch, or a mapping from name patterns (``*``, ``?``, ``[...]``) to sketches;
-    the first pattern that matches a layer's name decides, ``None`` leaves it exact. ``Tokens``
-    takes the blocks of a transformer whole, see ``Tokens``; their layers are parts of them.
+    ``sketch``: one sketch, or a mapping from name patterns (``*``, ``?``, ``[...]``) to sketches.
+    The first pattern that matches a layer's name decides; ``None`` leaves the layer exact.
+    ``Tokens`` takes whole blocks of a transformer.
     ``filter_fn``: which layers are taken, a filter of ``sketchprop.select`` or a function
-    ``(module, name) -> bool``; by default ``~(select.last | select.adapters)``, every layer
-    but the last linear one and the small factors of LoRA adapters (with a mapping: every layer
-    that a pattern matches). A layer that is sketched already gets
-    the new sketch; one that is not taken stays as it is, and ``summary`` says why.
+    ``(module, name) -> bool``. By default these are all layers but the last linear one and the
+    small factors of LoRA adapters, ``~(select.last | select.adapters)``; with a mapping, all that
+    a pattern matches. A sketched layer gets the new sketch. ``summary`` says why a layer was left
+    exact.
 
-    ``planner``: who makes the atoms that are drawn from, and when: ``Every(50)`` makes new ones
-    every 50 steps, ``Every(1, rows=0.1)`` looks at a tenth of the rows; each layer gets its own.
-    Without one each step makes its own from all of the gradient.
-    ``check``: a block runs its first batch both ways, exactly and on kept tokens; where results or
-    the leaves that get a gradient differ it stays exact, with a warning.
-    ``compile``: the blocks that ``Tokens`` takes are compiled in place by ``torch.compile``, each
-    kind and each budget once, from the second training step on; exact ones too. A block that does
-    not compile runs as it is, with a warning; in ``torch.compile(model)`` it is a part of that.
+    ``planner``: who makes the atoms, and when. ``Every(50)`` makes new ones every 50 steps,
+    ``Every(1, rows=0.1)`` in each step from a tenth of the rows; by default each step makes new
+    ones from all of the gradient. Each layer gets its own planner.
+    ``check``: each block runs its first batch both ways, exactly and on kept tokens. If results or
+    the tensors that get a gradient differ, the block stays exact, with a warning.
+    ``compile``: ``torch.compile`` compiles the blocks that ``Tokens`` takes, in place, each kind
+    and each budget once, from the second training step on. A block that does not compile runs as
+    it is, with a warning. Inside of ``torch.compile(model)`` this changes nothing.
 
-    It takes linear layers, convolutions (with a kernel: by column sketches such as L1, or by
+    It takes linear layers, convolutions (larger kernels by column sketches such as L1 or by
     ``Rows`` of whole samples), ``nn.MultiheadAttention``, transformers' ``Conv1D`` and layers made
-    ``sketchable``.
-    Only classes change: parameters, ``state_dict`` keys, hooks and optimizers built before stay.
+    ``sketchable``. Only classes change: parameters, ``state_dict`` keys, hooks and optimizers stay.
 
         sketch_(model, Tokens(0.3))               # the blocks of a transformer
         sketch_(model, {"encoder.*": Tokens(0.3), "head": Rows(0.5)})

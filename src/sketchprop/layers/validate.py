@@ -53,11 +53,11 @@ def validate(
     planner: Planner | None = None,
     rows: int | None = None,
 ) -> tuple[Finding, ...]:
-    """All that will go wrong or will not pay if ``sketch_`` is called so; changes nothing.
+    """Finds all that will go wrong or not pay if ``sketch_`` is called so; changes nothing.
 
     ``sketch``, ``filter_fn`` and ``planner`` are those of ``sketch_``. Errors come first:
-    ``sketch_`` refuses them, all at once. ``rows``: samples × tokens of a
-    batch; with it layers are named that are too small to gain.
+    ``sketch_`` refuses them, all at once. With ``rows``, the samples × tokens of a batch, it also
+    names layers that are too small to gain.
 
     >>> from sketchprop import Rows
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))

@@ -275,23 +275,22 @@ def measure(
 ) -> MeasureReport:
     """Measures σ², V and their origin, FLOPs, saved bytes and step times, and gives the verdict.
 
-    ``loss_fn(model, batch)`` returns the scalar loss of a training step; ``batches`` are at least
-    two, better eight, as training draws them. ``sketch`` (with ``planner``) is tried as
-    ``sketch_`` would apply it and taken off again; ``None`` measures those that the model has.
+    ``loss_fn(model, batch)`` returns the scalar loss of a training step. ``batches`` are at least
+    two, better eight, as training draws them. ``sketch`` (with ``planner``) is applied as
+    ``sketch_`` would do it and taken off again; ``None`` measures the sketches that the model has.
 
-    σ² = E‖g - ∇F‖² over batches, V = E‖ĝ - g‖² over draws, split by the layer that injected it
-    (``split``; see ``sketchprop.meters.noise.variance``). Sketching pays if
-    ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), g the mean gradient: the verdict, by time and by FLOPs.
-    ``draws`` for each batch; ``None`` lets a pilot choose. ``rounds`` of exact and sketched steps
-    are timed in turns (0: none), without optimizer and data; for seconds measured elsewhere ask
-    ``meters.criterion``, with the report's ``relative``.
+    σ² = E‖g - ∇F‖² over batches and V = E‖ĝ - g‖² over draws, which ``split`` attributes to the
+    layer that makes it (``sketchprop.meters.noise.variance``). The verdict, by time and by FLOPs:
+    sketching pays if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), g the mean gradient.
+    ``draws``: for each batch; ``None`` lets a pilot choose. ``rounds``: exact and sketched steps
+    are timed in turns so often (0: not), without optimizer and data. For seconds measured elsewhere
+    use ``meters.criterion`` with the report's ``relative``.
 
-    ``edges=True`` adds whether noise is dampened or amplified at each sketched layer or block, or
-    at the modules that are named, beside the bound by operator norms: on two batches, and not
-    counted in ``minutes``.
-
-    Costs about draws × batches × (sketched layers) steps; without ``split`` draws × batches.
-    ``minutes``: about how long it may take; draws, and if need be the split, are given up for it.
+    ``edges=True``, or names of modules: whether each sketched layer or block (or each module that
+    is named) dampens or amplifies the noise, beside the bound by operator norms. This takes two
+    batches and is not counted in ``minutes``.
+    It costs about draws × batches × (sketched layers) steps; without ``split`` draws × batches.
+    ``minutes``: about how long it may take; it makes fewer draws, or leaves out the split, for it.
     ``progress`` is called with the share of the work that is done. ``seed``: of the draws.
     Parameters, ``.grad``, buffers, flags, sketches and the random state are left as they were,
     also when ``loss_fn`` raises and after Ctrl-C.

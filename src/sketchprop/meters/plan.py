@@ -114,15 +114,14 @@ def plan(
     filter_fn: Filter | None = None,
     rounds: int = 7,
 ) -> PlanReport:
-    """A line for each layer that can be sketched: its share of backward, what a sketch saves.
+    """Times each layer's share of backward, and what a sketch saves of it, on this machine.
 
-    ``loss_fn(model, batch)`` as in ``measure``. ``sketch`` is the one to try, Tokens(0.3) unless
-    given; worthwhile are only layers that ``sketch_(model, sketch, filter_fn)`` takes: by default
-    not the last one.
+    ``loss_fn(model, batch)`` is that of ``measure``. ``sketch`` is the one to try, by default
+    Tokens(0.3). ``worthwhile`` has only layers that ``sketch_(model, sketch, filter_fn)`` takes, so
+    by default not the last one.
 
-    Each layer's backward is timed on this machine, alone, at the shapes it has in the model,
-    exact and sketched in ``rounds`` of turns. Layers of equal shapes are timed once. The model is
-    left as it was.
+    Each layer's backward is timed alone, at the shapes that it has in the model, exact and sketched
+    in turns, ``rounds`` times. Layers of equal shapes are timed once. The model is left as it was.
 
         report = plan(model, loss_fn, batch)
         sketch_(model, report.worthwhile)

@@ -29,7 +29,7 @@ def gate(
     """Returns ``x``; in backward its gradient G becomes ``sketch(Vjp(G)).dense()``, E[Ĝ] = G.
 
     Put it behind a layer, ``gate(F.linear(x, W, b), sketch, weight=W)``, and every gradient of
-    the layer comes from Ĝ. ``dim`` are the columns of G, all other dimensions its rows: 1 for the
+    the layer comes from Ĝ. ``dim`` holds the columns of G, all other dimensions its rows: 1 for the
     channels of images. ``weight`` is for sketches that look at the layer's weight (Diagonal,
     RankConstrained). A ``weight`` with leading dimensions means a stack of layers. ``planner``
     makes the atoms, one for each gate. ``uniforms``: where the draw's random numbers come from,

@@ -84,23 +84,23 @@ class SampleMask(RowSketch):
 
 @dataclass(frozen=True, repr=False)
 class Rows(RowSketch):
-    """Rows of G (samples, tokens), drawn by what they carry. Cost 4rnd + O(Bn).
+    """Rows of G (samples, tokens), drawn by how much gradient they carry. Cost 4rnd + O(Bn).
 
     ``by="gradient"``: p ∝ ‖g_b‖, the optimum for Ĝ itself. ``"gradient_input"``:
     p ∝ ‖g_b‖√(‖x_b‖² + α), the optimum for dW with a share α of what dX and db need (without it a
     row with x_b = 0 would have p = 0, and its dX a bias). ``"uniform"``: the rows that are not
-    zero with equal probability. With all three, **where at most r units are not zero, they are
-    all kept with p = 1**: one draw at the top of a network serves all layers below. Include the
-    last layer for that: ``sketch_(model, Rows(0.3, unit="sample"), select.everything)``.
+    zero with equal probability. With all three, **if at most r units are not zero, all of them are
+    kept with p = 1**: one draw at the top of a network serves all layers below. Include the last
+    layer for that: ``sketch_(model, Rows(0.3, unit="sample"), select.everything)``.
 
     ``by="nonzero"``: all rows that are not zero and no others: the *exact* gradient of a padded
-    batch or of ignored labels, without the work on zeros. How many there are is only known in
-    backward, which waits once for the device; compiled it is the exact product. The budget then
-    plays no part but in formulas for FLOPs: the share of rows that are thought not to be zero.
+    batch or of ignored labels, without the work on zeros. Their number is known in backward only,
+    which waits once for the device; compiled, it is the exact product. The budget then says in
+    formulas for FLOPs what share of the rows is not zero, and nothing else.
 
     ``unit="token"``: each row by itself. ``"sample"``: all tokens or pixels of a sample are kept
-    or dropped together, so that zero rows survive attention and convolutions; p is then from
-    √Σ of the squares of its rows. ``None``: samples in convolutions, tokens elsewhere.
+    or dropped together, so that zero rows survive attention and convolutions; p comes from the root
+    of the sum of their squares. ``None``: samples in convolutions, tokens elsewhere.
 
     >>> G = torch.zeros(100, 8)
     >>> G[[3, 50, 97]] = 1.0

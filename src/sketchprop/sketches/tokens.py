@@ -39,23 +39,23 @@ def check_save(save: object) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Tokens:
-    """The backward of a transformer's blocks on the tokens that carry it.
+    """Runs the backward of a transformer's blocks on the tokens that carry the gradient.
 
     ``sketch_(model, Tokens(0.3))`` takes whole blocks, not single layers: norms, activations,
-    attention and linear layers of a block run backward on kept rows alone, and one draw serves
-    a block where its structure is known. All means are the exact gradients.
+    attention and linear layers of a block run backward on kept rows alone. One draw serves a
+    block. The mean of every gradient is exact.
 
-    ``budget``: kept rows of the row-wise branches, of all rows of a batch. ``queries``: kept
-    tokens of each sample in attention and in the layers that make queries and read its result;
-    unless given, ``budget + 0.1``. ``keys``: rows of K and V; unless given, ``budget + 0.4``.
-    ``share``: budgets are means over the blocks, shared out so that no block drowns in the noise
-    of those above it, for the same work, by what the first backward pass measures (it takes as
-    long as about five, once; see ``sketchprop.layers.depth``). ``"even"``: the same in all blocks.
-    ``save="input"`` keeps only the input of a branch and computes the kept rows again: the memory
-    of activation checkpointing.
-
-    Linear layers that are in no block that is known get ``Rows(budget)``. Where at most so many
-    rows are not zero (padding, one label for a sequence) all are kept and nothing is added.
+    ``budget``: the kept share of all rows of a batch in the row-wise branches.
+    ``queries``: the kept share of tokens in attention and in the layers that make its queries and
+    read its result, by default ``budget + 0.1``. ``keys``: rows of K and V, by default
+    ``budget + 0.4``.
+    ``share="measured"``: budgets are means over the blocks. The first backward pass, which takes
+    as long as some passes, measures the noise and shares them out (``sketchprop.layers.depth``).
+    ``"even"``: the same budgets in all blocks.
+    ``save="input"`` keeps only the input of a branch and computes the kept rows again: it needs
+    the memory of activation checkpointing.
+    Linear layers outside of known blocks get ``Rows(budget)``. If at most the budget of the rows
+    are not zero (padding, one label for a sequence), all are kept and the gradient is exact.
 
     >>> Tokens(0.3)
     Tokens(0.3)

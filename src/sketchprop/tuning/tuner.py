@@ -42,28 +42,28 @@ class Writer(Protocol):
 class Tuner:
     """Moves the budgets of a sketched model while it trains, so that time × noise is least.
 
-    Call it with each step's batch; ``sketch_`` has said before which layers or blocks and by
-    which sketch. It begins with exact gradients (``start``: another rung of ``LADDER``) and
-    probes from time to time: passes over the batch with one unit sketched, with all, with none,
-    timed and compared. From these it takes the budgets for which T·N is least, T(p) the time of a
-    step and N(p) = ‖g‖² + σ² + V(p), see ``sketchprop.tuning.rule``. Probes take at most
-    ``share`` of the time of training, and ever less while the answer stays 'exact'. Training is
-    not disturbed: not the gradients, the buffers, the optimizer, or the random state.
+    Call it with the batch of each step. ``sketch_`` chooses the layers or blocks and the sketch
+    before. The tuner begins with exact gradients (``start``: another rung of ``LADDER``) and
+    probes from time to time: it times and compares passes over the batch with one unit sketched,
+    with all and with none. Then it takes the budgets with the least T·N, T(p) the time of a step
+    and N(p) = ‖g‖² + σ² + V(p); see ``sketchprop.tuning.rule``. Probes take at most ``share`` of
+    the training time, and ever less while the answer stays 'exact'. They do not disturb gradients,
+    buffers, the optimizer or the random state.
 
-    ``frozen=True`` moves nothing and leaves the sketches as they are: it watches. A probe takes
-    four passes then, so that ``share=0.04`` probes every hundredth step; its entry has ``added``,
-    V = ‖ĝ - g‖², ``sigma2``, ½‖g - g'‖² with g' of the batch before, ``noise``, the steps that V
-    adds, ``time``, that of a step over an exact one, and ``change``. Single ones are noisy, their
-    means over some entries of the log are not.
+    ``frozen=True`` watches: it moves nothing and leaves the sketches as they are. A probe then
+    takes four passes, so ``share=0.04`` probes every hundredth step. An entry of the log has
+    ``added``, V = ‖ĝ - g‖²; ``sigma2``, ½‖g - g'‖² with g' of the batch before; ``noise``, the
+    steps that V adds; ``time``, that of a step over an exact one; and ``change``. Single entries
+    are noisy: average some.
 
-    ``optimizer``: noise counts by the steps that it costs this one, SGD or Adam.
-    ``steps``: how many training has. Probes are then spread over it, the first of them early, which
-    a short training needs; without it the first comes when its share of the time has passed. The
-    callbacks say it themselves, see ``expect``.
+    ``optimizer``: noise is counted in the steps that it costs this one, SGD or Adam.
+    ``steps``: how many the training has. The first probe then comes early, which a short training
+    needs, and the others are spread over the rest. Without it the first probe comes when its share
+    of the time has passed. The callbacks give it themselves, see ``expect``.
     ``groups``: at most so many groups of neighbouring units have budgets of their own.
-    Guards act at probes only: between two of them nothing watches the noise. In several processes
-    give each the model inside of DDP: they share what they measure, and decide alike.
-    ``log``: every decision, a plain dict; ``writer`` gets its numbers, TensorBoard for example.
+    Guards act at probes only: nothing watches the noise between two of them. With several
+    processes give each the model inside of DDP: they share what they measure and decide alike.
+    ``log``: every decision, a plain dict. ``writer``, for example TensorBoard's, gets its numbers.
     ``clock``: what seconds are read from.
 
         sp.sketch_(model, sp.Tokens(0.3))
