@@ -399,7 +399,7 @@ def changed(part: RowPart) -> str:
     return f"{name} is not a plain layer"
 
 
-def _none(t: Tensor) -> None:
+def _none(t: Any) -> Any:
     """Instead of ``t``: a result that its own node keeps through a hook is never freed."""
 
 
