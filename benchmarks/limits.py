@@ -157,6 +157,7 @@ def _draw(rows: Sequence[dict[str, Any]], limits: Iterable[float], panels: Seque
             axes.annotate(f"{limit:g} GB", (row["batch"], row["each"]), (0, 5), fontsize=6,
                           textcoords="offset points", ha="center")  # fmt: skip
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_ylim(0, None)
     title = "MiniLM on documents of 512 tokens"
     label_axes(axes, title, "largest batch that fits", "seconds for a sample")
