@@ -83,6 +83,12 @@ def _mark_shapes(app, doctree):  # type: ignore[no-untyped-def]
             image.parent["classes"].append("holds-wide")
 
 
+def _without_marks(app, docname, source):  # type: ignore[no-untyped-def]
+    """The comments around numbers that ``show_numbers.py`` fills in would be cells' text."""
+    source[0] = re.sub(r"<!--= .+? -->|<!--/-->", "", source[0])
+
+
 def setup(app):  # type: ignore[no-untyped-def]
+    app.connect("source-read", _without_marks)
     app.connect("autodoc-process-docstring", _code_blocks)
     app.connect("doctree-read", _mark_shapes)
