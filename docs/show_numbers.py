@@ -112,10 +112,11 @@ def evidence(*tasks: str) -> str:
             cells = [r.text() if r else "" for r in ratios]
             name = _part(task)["task"].label
             line = [f"[{name}](results/pay/README.md#{task})" if name != label else ""]
-            line += [f"`{curve.way.label}`", str(curve.batch), f"{outcome.cost(curve):.2f}"]
+            method = curve.way.label.split()[0]
+            line += [f"`{method}`", str(curve.batch), f"{outcome.cost(curve):.2f}"]
             lines.append([*line, *cells])
             label = name
-    head = ["task", "method", "batch", "a step", "time, same batch", "time, best batch"]
+    head = ["task", "method", "batch", "step", "same batch", "best batch"]
     return table(head, lines)
 
 
