@@ -105,10 +105,15 @@ def test_the_first_backward_pass_is_as_before_and_the_next_ones_are_shared_out()
 
 
 def test_nothing_of_the_first_batch_stays_in_memory() -> None:
+    def alive() -> int:
+        """Other tests of this process may have left some, too."""
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if type(t) is Tensor]
+        return sum(bool({11, 11 * 20} & set(t.shape)) for t in tensors)
+
+    before = alive()
     step(sp.sketch_(FirstToken(), Tokens(0.3)), samples=11)
-    gc.collect()
-    tensors = [t for t in gc.get_objects() if type(t) is Tensor]
-    assert not [t.shape for t in tensors if {11, 11 * 20} & set(t.shape)]
+    assert alive() <= before
 
 
 def test_unequal_budgets_are_unbiased() -> None:
