@@ -23,7 +23,7 @@ from sketchprop.layers import SketchedModule
 
 ROOT = Path(cifar.__file__).parents[2]
 VIT, BAGNET = STUDIES["vit"], STUDIES["bagnet17"]
-SMALL = {"vit": "patch=8 dim=16 depth=1 heads=2 hidden=32", "bagnet17": "width=8 blocks=1-1-1-1"}
+SMALL = {"vit": "patch=8 dim=16 depth=1 heads=2 hidden=32", "bagnet17": "width=4 blocks=1-1-1-1"}
 SERIES = {"element", "sample", "l1", "ds", "gsv", "rcs", "control-columns", "control-samples"}
 
 
