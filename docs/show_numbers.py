@@ -26,8 +26,10 @@ from experiments.depth.study import figures  # noqa: E402
 from experiments.lab.pages import number_text, read_json, table  # noqa: E402
 from experiments.pay.facts import facts, numbers  # noqa: E402
 from experiments.pay.outcome import Curve, Outcome  # noqa: E402
+from experiments.pay.predictions import read_option  # noqa: E402
 from experiments.pay.study import PAY  # noqa: E402
 from sketchprop.layers.depth import Factors  # noqa: E402
+from sketchprop.meters.advising.advice import between  # noqa: E402
 from sketchprop.meters.words import change_in_words  # noqa: E402
 
 RESULTS, BENCHMARKS = ROOT / "docs/results", ROOT / "benchmarks/results"
@@ -153,18 +155,18 @@ def steps(*asked: tuple[str, str]) -> str:
 
 
 def told(what: str) -> str:
-    """Of what ``advise`` said before whole trainings: how many were ``right``, and ``decided``."""
-    return str(_facts()["foretold"][what])
+    """Of what ``advise`` said before whole trainings: how many gains were ``promised`` and
+    ``kept``; how many intervals held what was measured (``inside``), of how many ``pairs``."""
+    found = _facts()["foretold"][what]
+    return str(found if isinstance(found, int) else len(found))
 
 
 def answer(task: str) -> str:
     """What ``advise`` says of a task."""
     found = read_json(RESULTS / "advise/results.json")[task]
-    first = "Stay exact: no sketch pays here.\n"
-    if found["pays"]:
-        change = change_in_words(found["change"], "time")
-        first = f"It pays: {change} to the same quality.\n\n    {found['line']}\n"
-    return f"```text\n{first}\nWhy: {found['reason']}.\n```"
+    best = read_option(next(o for o in found["options"] if o["line"] == found["line"]))
+    said = f"{change_in_words(found['change'], 'time')} to the same quality ({between(best)})"
+    return f"```text\nIt pays: {said}.\n\n    {found['line']}\n\nWhy: {found['reason']}.\n```"
 
 
 # -- noise: python -m experiments noise, depth; the location page is archived -----------------

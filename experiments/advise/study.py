@@ -39,7 +39,10 @@ OWN: dict[str, tuple[Callable[[bool], Problem], float, int]] = {
 }  # fmt: skip
 """Beside the real tasks: how it is made, its rate, and steps of training."""
 TRIALS = "trials.json"
-ORDER = ("mlp", "gpt", "resnet", "vit", "yields", SMALL, "mrpc", "sst2", "sst2-padded")
+ORDER = (
+    *("mlp", "gpt", "resnet", "vit", "vit256", "yields", SMALL, "mrpc", "sst2", "sst2-padded"),
+    "documents",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Settings:
     tasks: tuple[str, ...] = ORDER
     minutes: float = 2.0
     """What ``advise`` is given."""
-    batches: int = 8
+    batches: int = 32
     steps: int = -1
     """Of training before; -1: a third of those of the task's second moment."""
 
@@ -194,6 +197,7 @@ def _summary(name: str, line: dict[str, Any]) -> dict[str, Any]:
         "task": name,
         "batch": line["batch"],
         "steps": line["steps"],
+        "batches": line["batches"],
         "answer": answer,
         "change": line["change"],
         "least": best["name"],
@@ -214,7 +218,7 @@ def _cells(line: dict[str, Any]) -> list[str]:
     error = math.inf if line["least_error"] is None else line["least_error"]
     least = f"{number_text(line['least_change'])} ± {number_text(error, 2)} ({line['least']})"
     return [
-        line["task"], str(line["steps"]), f"`{line['answer']}`",
+        line["task"], str(line["steps"]), str(line["batches"]), f"`{line['answer']}`",
         number_text(line["change"]), least, half,
         f"{line['seconds']:.0f} of {60 * line['minutes']:.0f}",
         line["as_expected"] or "-", line["reason"],

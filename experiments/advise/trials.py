@@ -8,15 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import sketchprop as sp
-from sketchprop.meters import Moment, Trial, Way
+from sketchprop.meters import Moment, Option, Trial, Way
 from sketchprop.meters.advising.candidates import candidates
+from sketchprop.meters.noise.estimate import Estimate
 from sketchprop.meters.noise.variance import Progress
 
 from ..lab.pages import made_on, number_text
 from ..lab.problem import Problem
 from ..lab.trainer import Batch, Trainer, generator
 from ..pay.outcome import Ratio
-from ..pay.predictions import Pair
+from ..pay.predictions import Pair, read_option
 
 REPEATS = 3
 
@@ -27,11 +28,10 @@ def least(line: Mapping[str, Any]) -> dict[str, Any]:
     return min(measured, key=lambda option: option["change"])
 
 
-def said(answer: Mapping[str, Any], way: str) -> tuple[float, float] | None:
-    """The change that an answer predicts of a way, with its error; ``None``: it was not tried."""
-    changes = {o["name"]: (o["change"], o["error"]) for o in answer["options"]}
-    value, error = changes.get(way, (None, None))
-    return None if value is None or error is None else (value, error)
+def said(answer: Mapping[str, Any], way: str) -> Option | None:
+    """What an answer predicts of a way; ``None``: it was not tried."""
+    options = {o["name"]: read_option(o) for o in answer["options"] if o["change"] is not None}
+    return options.get(way)
 
 
 def try_out(
@@ -84,22 +84,21 @@ def pairs(
         if change is not None and told is not None:
             spread = 2 * change.error
             ratio = Ratio(change.value, change.value - spread, change.value + spread, 0.0)
-            found.append(Pair(task, line["way"], *told, ratio))
+            found.append(Pair(task, line["way"], told, ratio))
     return found
 
 
 def cells(task: str, line: Mapping[str, Any], answer: Mapping[str, Any]) -> list[str]:
-    def with_error(value: float | None, error: float | None) -> str:
-        if value is None or error is None:
-            return "-"
-        return f"{number_text(value)} ± {number_text(error, 2)}"
+    def with_error(found: Estimate | None) -> str:
+        return (
+            "-" if found is None else f"{number_text(found.value)} ± {number_text(found.error, 2)}"
+        )
 
     trial, name = stored(line), line["way"]
-    gain, change = trial.gain(name), trial.change(name)
+    gain, change, told = trial.gain(name), trial.change(name), said(answer, line["way"])
     place = "ahead" if gain.value > 0 else "behind"
     return [
-        task, f"`{line['way']}`", with_error(*(said(answer, line["way"]) or (None, None))),
-        "-" if change is None else with_error(change.value, change.error),
-        with_error(gain.value, gain.error), place if trial.certain(name) else "not certain",
+        task, f"`{line['way']}`", with_error(told and told.in_all), with_error(change),
+        with_error(gain), place if trial.certain(name) else "not certain",
         " / ".join(f"{way.steps:.0f}" for way in trial.ways),
     ]  # fmt: skip

@@ -10,12 +10,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from sketchprop.meters.advising.advice import LONGER
+
 from ..lab.pages import read_json
 from ..tasks.table import TASKS, Task
 from .choices import choices_table
 from .contest import Contest
 from .outcome import LEVEL, Curve, Outcome, Ratio, kept_in_the_end
-from .predictions import answer_near, pairs, told
+from .predictions import answer_near, pairs, predicted, told
 from .predictions import summary as foretold
 from .ways import EXACT, Way, find_way
 
@@ -71,7 +73,8 @@ def summary(outcomes: Mapping[str, Outcome]) -> list[dict[str, Any]]:
 def facts(outcomes: Mapping[str, Outcome], out: Path) -> dict[str, Any]:
     parts = [_part(TASKS[task], outcome, out / task) for task, outcome in outcomes.items()]
     said = foretold(pairs(outcomes))
-    return {"parts": parts, "level": LEVEL, "noise_page": "../tokens-noise", "foretold": said}
+    more = {"noise_page": "../tokens-noise", "longer": LONGER}
+    return {"parts": parts, "level": LEVEL, "foretold": said, **more}
 
 
 def _part(task: Task, outcome: Outcome, folder: Path) -> dict[str, Any]:
@@ -175,9 +178,11 @@ def best(outcome: Outcome) -> tuple[Curve, Ratio] | None:
 def numbers(outcome: Outcome, way: str, batch: int) -> dict[str, str]:
     """Of one way: what the notes of a task may quote; a dash for what is not known."""
     curve = next((c for c in outcome.curves if (c.way.name, c.batch) == (way, batch)), None)
-    change, numbers = told(outcome.contest.task, way, batch), defaultdict(lambda: "-")
-    if change is not None:
-        numbers["told"] = f"{change[0]:.2f} ± {change[1]:.2f}"
+    said, numbers = told(outcome.contest.task, way, batch), defaultdict(lambda: "-")
+    if said is not None:
+        numbers["told"] = (
+            f"{predicted(said):.2f} ({said.interval[0]:.2f} to {said.interval[1]:.2f})"
+        )
     if curve is not None:
         ends = sorted(map(kept_in_the_end, outcome.stories(curve)))
         numbers |= {

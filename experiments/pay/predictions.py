@@ -1,4 +1,4 @@
-"""What ``advise`` predicted beside what came of it, at the same batch size."""
+"""What ``advise`` predicted, and what came of it at the same batch size."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+from sketchprop.meters import Option
 
 from ..lab.figures import label_axes, picture
 from ..lab.pages import read_csv
@@ -31,19 +33,18 @@ ALIKE = 1.1
 
 
 class Pair(NamedTuple):
-    """One way on one task: both are times to equal quality over exact training."""
+    """One method on one task: both are times to equal quality over exact training."""
 
     task: str
     way: str
-    predicted: float
-    error: float
-    """Of the prediction, one standard error."""
+    said: Option
+    """What was predicted."""
     found: Ratio
 
     @property
     def miss(self) -> float:
         """The prediction over what was found, less 1; infinite where it was not reached."""
-        return abs(self.predicted / self.found.value - 1)
+        return abs(predicted(self.said) / self.found.value - 1)
 
     @property
     def known(self) -> bool:
@@ -51,12 +52,31 @@ class Pair(NamedTuple):
         return math.isfinite(self.found.value) and self.found.value > self.found.floor
 
     @property
-    def sign(self) -> bool | None:
-        """Whether gain or loss was foretold; ``None`` where the error bars leave it open."""
-        spread = 2 * self.error
-        if abs(self.predicted - 1) <= spread or self.found.low <= 1 <= self.found.high:
-            return None
-        return (self.predicted < 1) == (self.found.value < 1)
+    def inside(self) -> bool:
+        """Whether the interval that is stated now holds what was found."""
+        low, high = self.said.interval
+        return low <= self.found.value <= high
+
+    @property
+    def within_errors(self) -> bool:
+        """Whether two standard errors of the prediction do, as was stated before."""
+        return abs(predicted(self.said) - self.found.value) <= 2 * self.said.error
+
+    @property
+    def promised(self) -> bool:
+        """Whether a gain was predicted with the whole interval."""
+        return self.said.interval[1] < 1
+
+
+def predicted(option: Option) -> float:
+    return math.inf if option.change is None else option.change
+
+
+def read_option(row: Mapping[str, Any]) -> Option:
+    """From a stored answer, or from a line of a table; what is missing there is not known."""
+    names = ("time", "noise", "change", "error", "memory")
+    values = {n: float(row[n]) for n in names if row.get(n) not in (None, "")}
+    return Option(row["name"], row["line"], **values)
 
 
 def advised(name: str) -> list[dict[str, str]]:
@@ -72,19 +92,18 @@ def answer_near(task: str, batch: int | None) -> dict[str, str] | None:
     return min(rows, key=lambda row: abs(math.log(int(row["batch"]) / batch)), default=None)
 
 
-def told(task: str, way: str, batch: int) -> tuple[float, float] | None:
-    """The change that was foretold of a way, or of one with nearly its budget, near this batch
-    size; its error."""
+def told(task: str, way: str, batch: int) -> Option | None:
+    """What was foretold of a way, or of one with nearly its budget, near this batch size."""
     asked = answer_near(task, batch)
     if asked is None or way not in NAMES or not 1 / NEAR <= batch / int(asked["batch"]) <= NEAR:
         return None
     kind, budget = _parts(NAMES[way])
-    found: dict[float, tuple[float, float]] = {}
+    found: dict[float, Option] = {}
     for row in advised("options.csv"):
         own, other = _parts(row["name"])
         if row["task"] == asked["task"] and row["change"] and own == kind:
             apart = max(other / budget, budget / other)
-            found[apart] = float(row["change"]), float(row["error"])
+            found[apart] = read_option(row)
     nearest = min(found, default=math.inf)
     return found[nearest] if nearest <= ALIKE else None
 
@@ -103,24 +122,26 @@ def pairs(outcomes: Mapping[str, Outcome]) -> list[Pair]:
     found = []
     for task, outcome in outcomes.items():
         for curve in outcome.curves:
-            change = told(task, curve.way.name, curve.batch)
-            control = outcome.same_batch(curve)
-            ratio = outcome.ratio(curve, control, beyond=True) if change and control else None
-            if change is not None and ratio is not None:
-                found.append(Pair(task, curve.way.label, *change, ratio))
+            said, control = told(task, curve.way.name, curve.batch), outcome.same_batch(curve)
+            ratio = outcome.ratio(curve, control, beyond=True) if said and control else None
+            if said is not None and ratio is not None:
+                found.append(Pair(task, curve.way.label, said, ratio))
     return found
 
 
 def summary(found: Sequence[Pair]) -> dict[str, Any]:
-    """The median miss where a number was found; how many signs were right of those decided."""
+    """The median miss where a number was found; how many the intervals hold, now and before; how
+    many gains were promised, and came."""
     misses = [pair.miss for pair in found if pair.known]
-    signs = [pair.sign for pair in found if pair.sign is not None]
+    promised = [pair for pair in found if pair.promised]
     return {
         "pairs": found,
         "count": len(misses),
         "median": median(misses) if misses else math.nan,
-        "right": sum(signs),
-        "decided": len(signs),
+        "inside": sum(pair.inside for pair in found),
+        "within_errors": sum(pair.within_errors for pair in found),
+        "promised": len(promised),
+        "kept": sum(pair.found.value < 1 for pair in promised),
     }
 
 
@@ -134,7 +155,8 @@ def draw(found: Sequence[Pair], out: Path) -> list[Path]:
 
     def panel_of(axes: Sequence[Any]) -> None:
         panel = axes[0]
-        seen = [p for pair in found for p in (pair.predicted, pair.found.value) if math.isfinite(p)]
+        both = [p for pair in found for p in (predicted(pair.said), pair.found.value)]
+        seen = [p for p in both if math.isfinite(p)]
         bottom, top = min(0.5, 0.8 * min(seen)), max(1.3, 1.25 * max(seen))
         panel.set(xscale="log", yscale="log", xlim=(bottom, top), ylim=(bottom, top))
         for axis in (panel.xaxis, panel.yaxis):
@@ -150,9 +172,9 @@ def draw(found: Sequence[Pair], out: Path) -> list[Path]:
             known = math.isfinite(pair.found.value)
             value = min(pair.found.value, top)
             ends = max(bottom, pair.found.low), min(pair.found.high, top)
-            side = min(2 * pair.error, pair.predicted - bottom)
+            middle, (least, most) = predicted(pair.said), pair.said.interval
             panel.errorbar(
-                [pair.predicted], [value], xerr=[[side], [2 * pair.error]],
+                [middle], [value], xerr=[[middle - min(middle, least)], [most - middle]],
                 yerr=[[max(0.0, value - ends[0])], [max(0.0, ends[1] - value)]],
                 marker=MARKS[ways.index(pair.way) % len(MARKS)], ms=5, lw=1, capsize=2,
                 color=f"C{tasks.index(pair.task)}", mfc=None if known else "white",

@@ -343,8 +343,9 @@ def test_what_was_predicted_is_held_against_exact_training_at_the_same_batch(tmp
     """Found: 0.75 for kept tokens at batch 4, where exact training ends at 60; rows do not get
     there: exact training has their 50 after 0.7 of the time."""
     monkeypatch.setattr(predictions, "ADVISED", tmp_path)
-    lines = ["task,name,change,error", "vit,Tokens(0.3),0.6,0.05", "vit,Rows(0.3),1.4,0.1"]
-    (tmp_path / "options.csv").write_text("\n".join([*lines, "vit,L1(0.3),,", ""]))
+    lines = ["task,name,line,time,change,error", "vit,Tokens(0.3),,0.5,0.6,0.05"]
+    lines.append("vit,Rows(0.3),,0.8,1.4,0.1")
+    (tmp_path / "options.csv").write_text("\n".join([*lines, "vit,L1(0.3),,,,", ""]))
     (tmp_path / "summary.csv").write_text("task,batch\nvit,4\n")
 
     def score(run):
@@ -358,16 +359,24 @@ def test_what_was_predicted_is_held_against_exact_training_at_the_same_batch(tmp
 
     outcome = outcome_of(CONTEST, played(CONTEST, score))
     kept, rows = predictions.pairs({"vit": outcome})
-    assert (kept.way, kept.predicted, kept.found.value) == ("Tokens(0.3)", 0.6, 0.75)
+    assert (kept.way, kept.said.change, kept.found.value) == ("Tokens(0.3)", 0.6, 0.75)
     assert kept.miss == pytest.approx(0.2)
     assert rows.found.value == pytest.approx(1 / 0.7)
+    # 0.75 is in 0.5 to 1.2 × 0.6 + 0.1, and not in 0.6 ± 0.1; 1.43 is in both of 1.4.
+    counted = predictions.summary([kept, rows])
+    assert [counted[name] for name in ("inside", "within_errors", "promised", "kept")] == [
+        2,
+        1,
+        1,
+        1,
+    ]
     (tmp_path / "summary.csv").write_text("task,batch\nvit,16\n")  # rows run at 8, tokens at 4
     assert [pair.way for pair in predictions.pairs({"vit": outcome})] == [rows.way]
     # Asked twice, the nearer batch answers; padding has no budget, so that 0.28 stands for 0.3.
     (tmp_path / "summary.csv").write_text("task,batch\nvit,16\nvit@4,4\n")
-    both = ["vit@4,Tokens(0.283),0.9,0.05", "vit@4,Tokens(0.189),0.8,0.05"]
+    both = ["vit@4,Tokens(0.283),,0.7,0.9,0.05", "vit@4,Tokens(0.189),,0.6,0.8,0.05"]
     (tmp_path / "options.csv").write_text("\n".join([*lines, *both, ""]))
-    assert [pair.predicted for pair in predictions.pairs({"vit": outcome})] == [0.9, 1.4]
+    assert [pair.said.change for pair in predictions.pairs({"vit": outcome})] == [0.9, 1.4]
 
 
 def test_smoke(tmp_path, capsys):

@@ -27,7 +27,7 @@ MINE = """\
 your own model: type --model mine:factory, with this function in mine.py of the current folder
 
   def factory():
-      model, batches = ...          # a torch.nn.Module; a list or a DataLoader, a dozen are enough
+      model, batches = ...          # a torch.nn.Module; a list or a DataLoader; 32 are enough
       def loss_fn(model, batch):
           return ...                # a scalar
       return model, loss_fn, batches            # or these and your optimizer"""
@@ -37,7 +37,7 @@ _TRAINING = "--steps --optimizer --learning-rate --batches"
 _NOISE = f"{_TRAINING} --draws --no-split --rounds=7 --minutes"
 
 COMMANDS: Mapping[Callable[..., int], str] = {
-    run_advise: f"{_TASK} {_TRAINING} --minutes=2 --same-batch --compile --trial",
+    run_advise: f"{_TASK} {_TRAINING}=32 --minutes=2 --same-batch --compile --trial",
     run_plan: f"{_TASK} --sketch --rounds=15",
     run_measure: f"{_TASK} --sketch {_NOISE}",
     run_report: f"{_TASK} --sketch {_NOISE} --output",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import ClassVar, TypeVar
 
 from torch import nn
@@ -19,8 +20,29 @@ from .trial import Trial
 OUT_OF_TIME = "not tried: the time was used up"
 MARGIN = 0.02
 """What a change has to gain at least, so that it is advised."""
+LONGER = 1.2
+"""Whole trainings need up to so many times what is predicted: with it the intervals hold four of
+five of those on record (``docs/results/pay``)."""
+VISIBLE = 1.5
+"""Standard errors of the gradient's agreement between batches, from which on it is seen."""
+FEWEST_BATCHES = 4
+"""Fewer cannot agree that clearly."""
+FREE = 1e-3
+"""Noise below it needs no gradient to be held against."""
+
+LEAST_STEPS = 100
+"""Of exact training, before it is worth asking again."""
+_TRIAL = "sp.trial(...), or --trial 5 on the command line"
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+class Answer(StrEnum):
+    PAYS = "it pays"
+    HALVE = "halve the batch"
+    UNKNOWN = "no answer yet"
+    CLOSE = "too close to call"
+    STAY = "stay exact"
 
 
 @dataclass(frozen=True)
@@ -54,6 +76,15 @@ class Option:
         return self.change is not None and self.noise is not None and self.noise <= DROWNED
 
     @property
+    def noisy(self) -> bool:
+        return (self.noise or 0.0) > FREE
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where four of five whole trainings lie: from noise that costs nothing to ``LONGER``."""
+        return self.time or 0.0, LONGER * _change(self) + 2 * self.error
+
+    @property
     def numbers(self) -> str:
         """Time and noise in words."""
         return (
@@ -67,7 +98,7 @@ class Option:
 class Advice(Report):
     """The answer of ``advise``: printable, ``.pays``, ``.line``, ``.reason``, ``.apply_()``."""
 
-    ANSWERS: ClassVar[tuple[str, ...]] = ("pays", "change", "line", "reason")
+    ANSWERS: ClassVar[tuple[str, ...]] = ("answer", "pays", "change", "interval", "line", "reason")
 
     options: tuple[Option, ...]
     control: Option | None
@@ -75,9 +106,13 @@ class Advice(Report):
     time."""
     signal: float
     """‖g‖²/σ²."""
+    visible: float
+    """Σ of how far each batch's gradient goes along those before it, in standard errors of 0."""
     live: float
     """The share of rows of the gradient that are not zero: below 1 with padding."""
     batches: int
+    steps: int
+    """That the optimizer has made."""
     seconds: float
     warnings: tuple[str, ...]
     candidates: Mapping[str, Candidate] = field(repr=False)
@@ -86,9 +121,16 @@ class Advice(Report):
     """A short training that followed, if it was asked for."""
 
     @property
+    def hidden(self) -> bool:
+        """Whether the batches do not show the gradient, so that nothing tells what noise costs."""
+        return self.visible < VISIBLE
+
+    @property
     def best(self) -> Option | None:
-        """The sound option with the least change."""
-        return min((o for o in self.options if o.sound), key=_change, default=None)
+        """The sound option with the least change; of a hidden gradient, if it has no noise."""
+        sound = [option for option in self.options if option.sound]
+        free = [option for option in sound if _gains(option) and not option.noisy]
+        return min(free if self.hidden and free else sound, key=_change, default=None)
 
     @property
     def closest(self) -> Option:
@@ -96,15 +138,24 @@ class Advice(Report):
         return self.best or min(self.options, key=_change)
 
     @property
+    def answer(self) -> Answer:
+        if self.gains:
+            return Answer.HALVE if self._half_is_better else Answer.PAYS
+        faster = any((option.time or 1.0) <= 1 - MARGIN for option in self.options)
+        if 2 * len(self.untried) >= len(self.options) or (self.hidden and faster):
+            return Answer.UNKNOWN
+        return Answer.CLOSE if self.best and _change(self.best) <= 1 - MARGIN else Answer.STAY
+
+    @property
     def pays(self) -> bool:
         """Whether the best option is the best thing to do."""
-        return self.gains and not self._half_is_better
+        return self.answer == Answer.PAYS
 
     @property
     def gains(self) -> bool:
-        """Whether the best option is ahead of exact steps on the same batch."""
+        """Whether the best option is ahead of exact steps on the same batch, in all likelihood."""
         best = self.best
-        return best is not None and _change(best) <= 1 - max(MARGIN, best.error)
+        return best is not None and _gains(best) and not (self.hidden and best.noisy)
 
     @property
     def _half_is_better(self) -> bool:
@@ -122,14 +173,14 @@ class Advice(Report):
         return [option for option in self.options if option.note == OUT_OF_TIME]
 
     @property
-    def decided(self) -> bool:
-        """Whether it pays, or most were tried and none does."""
-        return self.pays or 2 * len(self.untried) < len(self.options)
-
-    @property
     def change(self) -> float:
         """The predicted time to equal quality over that of exact steps; 1 for 'stay exact'."""
         return _change(self.closest) if self.pays else 1.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the option that comes closest: where four of five whole trainings lie."""
+        return self.closest.interval
 
     @property
     def line(self) -> str:
@@ -152,8 +203,10 @@ class Advice(Report):
                 f"the noise of each drowns the gradient; the calmest, {calmest.name}, needs "
                 f"{ratio(1 + (calmest.noise or 0.0))} the steps"
             )
+        if self.answer == Answer.CLOSE:
+            return f"whole trainings differ from such predictions by more than this; {best.numbers}"
         if not self.gains:
-            return f"what is saved is not worth the noise, or too close to call; {best.numbers}"
+            return f"what is saved is not worth the noise; {best.numbers}"
         if self._half_is_better:
             return f"half of the batch gains more: {self._half_text}; on the whole {best.numbers}"
         return best.numbers
@@ -163,29 +216,47 @@ class Advice(Report):
         return self.candidates[self.closest.name].apply_(model) if self.pays else model
 
     def headline(self) -> str:
-        if self.pays:
-            first = f"It pays: {change_in_words(self.change, 'time')} to the same quality."
-            lines = [first, "", f"    {self.line}", "", f"Why: {self.reason}."]
-        elif self.gains:
-            best = self.closest
-            first = f"Halve the batch: {self._half_text} to the same quality. Then ask again."
-            second = f"With the batch as it is, {change_in_words(_change(best), 'time')}:"
-            lines = [first, "", second, "", f"    {best.line}", "", f"Why: {best.numbers}."]
-        elif self.decided:
-            lines = ["Stay exact: no sketch pays here.", "", f"Why: {self.reason}."]
-            if self._half_is_better:
-                lines.append(f"Half of the batch: {self._half_text}.")
-        else:
-            count, missing = len(self.options), len(self.untried)
-            more = math.ceil(self.seconds / 60 * count / (count - missing))
-            first = (
-                f"No answer yet: {missing} of {count} sketches were not tried in the time; "
-                f"give {more} minutes, or smaller batches."
-            )
-            lines = [first, "", f"So far: {self.reason}."]
+        best, why = self.closest, ["", f"Why: {self.reason}."]
+        match self.answer:
+            case Answer.PAYS:
+                said = f"{change_in_words(self.change, 'time')} to the same quality"
+                lines = [f"It pays: {said} ({between(best)}).", "", f"    {best.line}", *why]
+            case Answer.HALVE:
+                lines = [
+                    f"Halve the batch: {self._half_text} to the same quality. Then ask again.",
+                    *("", f"With the batch as it is, {change_in_words(_change(best), 'time')}:"),
+                    *("", f"    {best.line}", "", f"Why: {best.numbers}."),
+                ]
+            case Answer.UNKNOWN:
+                lines = [f"No answer yet: {self._missing}", "", f"So far: {self.reason}."]
+            case Answer.CLOSE:
+                said = f"{between(best)} time to the same quality with {best.name}"
+                lines = [f"Too close to call: {said}.", f"A short training tells: {_TRIAL}.", *why]
+            case _:
+                lines = ["Stay exact: no sketch pays here.", *why]
+        if self.answer in (Answer.CLOSE, Answer.STAY) and self._half_is_better:
+            lines.append(f"Half of the batch: {self._half_text}.")
         notes = [f"Note: {text}." for text in self.warnings]
         tried = [] if self.trial is None else [self.trial.headline()]
         return "\n".join([*lines, *tried, *notes])
+
+    @property
+    def _missing(self) -> str:
+        """What an answer would need."""
+        count, missing = len(self.options), len(self.untried)
+        if 2 * missing >= count:
+            more = math.ceil(self.seconds / 60 * count / (count - missing))
+            return (
+                f"{missing} of {count} sketches were not tried in the time; give {more} minutes, "
+                "or smaller batches."
+            )
+        if self.batches < FEWEST_BATCHES:
+            return f"{self.batches} batches cannot show the gradient; give at least 8, better 32."
+        return (
+            "the noise of the batches hides the gradient, as on a plateau. Train exactly for "
+            f"{max(LEAST_STEPS, self.steps)} steps and ask again, or let a short training tell: "
+            f"{_TRIAL}."
+        )
 
     @property
     def _half_text(self) -> str:
@@ -201,19 +272,36 @@ class Advice(Report):
         )
         shown = [*sorted(self.options, key=_change), *([self.control] if self.control else [])]
         rows = [(o.name, o.time, o.noise, o.worst, o.in_all, o.memory, o.note) for o in shown]
-        hidden = "0: the batches' noise hides the gradient"
         note = (
             "All over exact steps. time: of a step; noise: the steps that it adds; worst: V "
             "over ‖g‖² + σ² in the layer or block that feels most, which a mean hides; in all: "
             "time × (1 + noise), the time to the same quality; memory: bytes kept for backward. "
             f"{self.batches} batches, {self.seconds:.0f} s. ‖g‖²/σ², the mean gradient over the "
-            f"batches' noise: {f'{self.signal:.3g}' if self.signal else hidden}; noise costs less "
-            "where it is large."
+            f"batches' noise: {self.signal:.3g}, seen at {self.visible:.1f} standard errors "
+            f"({VISIBLE} are needed); noise costs less where it is large."
         )
         if self.live < 1:
             note += f" {self.live:.0%} of the gradient's rows are not zero, the others are padding."
         candidates = Table("Candidates", columns, rows, note)
         return [candidates, *([] if self.trial is None else self.trial.tables())]
+
+
+def _gains(option: Option) -> bool:
+    return _change(option) <= 1 - MARGIN and option.interval[1] < 1
+
+
+def between(option: Option) -> str:
+    """Its interval in words.
+
+    >>> between(Option("", "", time=0.6, change=0.7, error=0.0))
+    'between 40 % and 16 % less'
+    >>> between(Option("", "", time=0.8, change=0.9, error=0.02))
+    'between 20 % less and 12 % more'
+    """
+    low, high = ((edge < 1, f"{100 * abs(edge - 1):.0f} %") for edge in option.interval)
+    words = {True: "less", False: "more"}
+    first = low[1] if low[0] == high[0] else f"{low[1]} {words[low[0]]}"
+    return f"between {first} and {high[1]} {words[high[0]]}"
 
 
 def _change(option: Option) -> float:

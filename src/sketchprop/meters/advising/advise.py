@@ -16,7 +16,7 @@ from ...layers.transform import unsketch_
 from ..batches import different
 from ..cost.timing import seconds_of_a_pass
 from ..noise.gradients import Loss
-from ..noise.pace import adaptive, ready
+from ..noise.pace import adaptive, ready, steps_made
 from ..noise.variance import Progress
 from ..restore import check_minutes, check_model, check_sketchable, restored
 from .advice import OUT_OF_TIME, Advice, Option
@@ -24,7 +24,7 @@ from .candidates import candidates, rows_seen
 from .meter import COMPILED, FOR_HALF, LEAST_PASSES, Meter
 from .trial import trial as run_trial
 
-MOST_BATCHES = 8
+MOST_BATCHES = 32
 USED = 0.95
 """Of the time: a last round may take longer than those before."""
 
@@ -51,9 +51,12 @@ def advise(
     counts is the time to equal quality over exact: the time of a step, times
     (‖g‖² + σ² + V)/(‖g‖² + σ²) with SGD, or what Adam makes of V (``meters/noise/pace.py``).
 
-    ``batches``: at least two different ones, better eight, of a list or a loader; no more are
-    taken. V of a batch is held against its own ‖g‖², and one with a huge gradient counts at most
-    as four usual ones.
+    The answer is 'it pays' where whole trainings hardly ever say otherwise; 'stay exact'; 'too
+    close to call'; or 'no answer yet', where the batches do not show the gradient (a plateau).
+
+    ``batches``: at least four different ones, better 32, of a list or a loader; no more are taken.
+    V of a batch is held against its own ‖g‖², and one with a huge gradient counts at most as four
+    usual ones.
     ``optimizer``: the one that trains; steps are counted as it sees noise, and its own time is
     timed, on a copy. Ask after some hundred steps of training, not at the first: noise changes.
     ``progress`` is told the share that is done.
@@ -80,7 +83,7 @@ def advise(
     if len(taken) < 2:
         raise ValueError(
             f"{len(taken)} different batches were given; σ² is the variance between batches: "
-            f"give at least two, better {MOST_BATCHES}, as training draws them"
+            f"give at least four, better {MOST_BATCHES}, as training draws them"
         )
     start = monotonic()
     end = start + 60 * minutes * USED
@@ -100,23 +103,23 @@ def advise(
                 )
             meter = Meter(model, loss_fn, taken, optimizer, seed, a_pass)
             buffers.restore()
+            half = meter.half((end - monotonic()) / (len(tried) + 1)) if control else None
             options = []
             for i, candidate in enumerate(tried):  # the most promising at the cost of the last
-                remaining = end - monotonic() - FOR_HALF * meter.a_pass
+                remaining = end - monotonic()
                 share = max(remaining / (len(tried) - i), LEAST_PASSES * meter.a_pass)
                 options.append(meter.measured(candidate, min(share, remaining)))
                 if progress is not None:
-                    progress((i + 1) / (len(tried) + 1))
-            half = meter.half(end - monotonic()) if control else None
-        if progress is not None:
-            progress(1.0)
+                    progress((i + 1) / len(tried))
         _check_tried(options, told, minutes)
         advice = Advice(
             options=tuple(options),
             control=half,
             signal=meter.signal,
+            visible=meter.visible,
             live=live,
             batches=len(taken),
+            steps=steps_made(optimizer),
             seconds=0.0,
             warnings=(),
             candidates={candidate.name: candidate for candidate in tried},

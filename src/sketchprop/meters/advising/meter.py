@@ -22,7 +22,8 @@ from ...layers.transform import exact
 from ..batches import halved
 from ..cost.memory import saved_bytes
 from ..cost.timing import Times, compare, step_times
-from ..noise.gradients import Gradients, Loss, one_pass, settle, squared_norms
+from ..noise.estimate import divide
+from ..noise.gradients import Gradients, Loss, numbers, one_pass, settle, squared_norms, wide
 from ..noise.pace import DROWNED, HUGE, Pace, adaptive, noise_by_parameter
 from ..noise.variance import Units
 from ..restore import Buffers, restored
@@ -62,29 +63,47 @@ class Meter:
         self.bytes = saved_bytes(model, loss_fn, batches[0]).total
         self.elsewhere = optimizer_seconds(optimizer)
         self.weights = [1.0] * len(batches)
-        self.squares, self.of_mean = self._of_batches()
+        self.squares, self.of_mean, self.along = self._of_batches()
         norms = list(map(math.fsum, self.squares))
         limit = HUGE * median_low(norms) or math.inf
         self.weights = [min(1.0, limit / max(norm, limit)) for norm in norms]
         if min(self.weights) < 1:
-            self.squares, self.of_mean = self._of_batches()
+            self.squares, self.of_mean, self.along = self._of_batches()
         self.pace = self.pace_of(len(batches))
         if not 0 < self.pace.total < math.inf:
             raise ValueError("the gradient is zero, or not finite, on these batches")
 
-    def _of_batches(self) -> tuple[list[list[float]], list[float]]:
-        """‖g_k‖² by parameter of each batch, and ‖ḡ‖² of their mean, with their weights."""
-        squares = []
+    def _of_batches(self) -> tuple[list[list[float]], list[float], list[list[float]]]:
+        """By parameter: ‖g_k‖² of each batch, ‖ḡ‖² of their mean, with their weights; and
+        g_k · (g_1 + … + g_{k-1}) over √(k - 1)."""
+        squares, along = [], []
         mean = [torch.zeros_like(p) for p in self.parameters]
-        for batch, weight in zip(self.batches, self.weights, strict=True):
+        for k, (batch, weight) in enumerate(zip(self.batches, self.weights, strict=True)):
             seed_generators(self.device, self.seed)
             gradient = one_pass(self.loss_fn, self.model, batch, self.parameters)
-            for total, g in zip(mean, gradient, strict=True):
-                if g is not None:
-                    total.add_(math.sqrt(weight) * g / len(self.batches))
-            present = iter(squared_norms(g for g in gradient if g is not None))
-            squares.append([0.0 if g is None else weight * next(present) for g in gradient])
-        return squares, squared_norms(mean)
+            own = [
+                torch.zeros_like(m) if g is None else g for m, g in zip(mean, gradient, strict=True)
+            ]
+            squares.append([weight * square for square in squared_norms(own)])
+            products = numbers((wide(m) * wide(g)).sum() for m, g in zip(mean, own, strict=True))
+            along.append([math.sqrt(weight / max(k, 1)) * product for product in products])
+            for total, g in zip(mean, own, strict=True):
+                total.add_(math.sqrt(weight) * g / len(self.batches))
+        return squares, squared_norms(mean), along
+
+    @property
+    def visible(self) -> float:
+        """How clearly the batches show a gradient, in standard errors.
+
+        Where they share none, g_k · (g_1 + … + g_{k-1}) has the mean 0 whatever came before, and a
+        variance in proportion to k - 1. So the sum of what is left over √(k - 1), each
+        parameter as the optimizer scales it, is held against the root of its squares.
+        """
+        scales = self.pace.scales
+        sums = [
+            math.fsum(s * c for s, c in zip(scales, of_one, strict=True)) for of_one in self.along
+        ]
+        return divide(math.fsum(sums), math.hypot(*sums))
 
     def pace_of(self, count: int) -> Pace:
         """Of the first ``count`` batches, with the signal of all."""

@@ -49,6 +49,12 @@ def ready(optimizer: Any) -> bool:
     return not adaptive(optimizer) or _squares(optimizer)
 
 
+def steps_made(optimizer: Any) -> int:
+    """As many as it counts itself; 0 where it does not."""
+    states = getattr(optimizer, "state", {}).values()
+    return max((int(state["step"]) for state in states if "step" in state), default=0)
+
+
 def _squares(optimizer: Any) -> bool:
     return any("exp_avg_sq" in s or "square_avg" in s for s in optimizer.state.values())
 
@@ -77,6 +83,12 @@ class Pace:
         """‖g‖² + σ²."""
         return math.fsum(self.squares)
 
+    @property
+    def scales(self) -> list[float]:
+        """What a parameter's gradient is multiplied by: 1/√(its mean square) by Adam, else 1."""
+        pairs = zip(self.sizes, self.squares, strict=True)
+        return [math.sqrt(size / s) if self.divides and s else 1.0 for size, s in pairs]
+
     def steps(self, noise: Sequence[float]) -> float:
         """How many times the steps are needed with E‖ĝ - g‖² = ``noise``, by parameter.
 
@@ -90,13 +102,12 @@ class Pace:
         if not self.divides or not all(map(math.isfinite, noise)):
             return 1 + divide(math.fsum(noise), self.total)
         plain = noisy = 0.0
-        for size, square, signal, added in zip(
-            self.sizes, self.squares, self.signal, noise, strict=True
+        for scale, square, signal, added in zip(
+            self.scales, self.squares, self.signal, noise, strict=True
         ):
             if square > 0:
-                progress = signal / math.sqrt(square / size)
-                plain += progress
-                noisy += progress / math.sqrt(1 + added / square)
+                plain += scale * signal
+                noisy += scale * signal / math.sqrt(1 + added / square)
         return (plain / noisy) ** 2 if noisy else 1.0
 
 
