@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import sketchprop as sp
 from sketchprop.integrations.lightning import SketchCallback
 from sketchprop.layers import SketchedLinear
-from sketchprop.layers.schedule import Ladder
 from stack_helpers import BudgetClock, batch, equal, net
 
 
@@ -84,9 +83,8 @@ def test_stopped_and_resumed_it_is_the_run_that_was_not(tmp_path: Path) -> None:
     """Shuffled data and dropout: the callback keeps the random state, which Lightning does not."""
 
     def callbacks() -> list[Any]:
-        ladder = Ladder({0: 1.0, 4: 0.5, 8: 0.25})
         return [
-            SketchCallback(sp.L1(0.9), schedule=ladder),
+            SketchCallback(sp.L1(0.9), schedule={0: 1.0, 4: 0.5, 8: 0.25}),
             ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1),
         ]
 
@@ -113,16 +111,16 @@ def test_another_sketch_on_resume_is_said(tmp_path: Path) -> None:
         fit(module(), tmp_path, [SketchCallback(sp.L2(0.5))], ckpt_path=tmp_path / "epoch=0.ckpt")
 
 
-def test_the_ladder_counts_optimizer_steps(tmp_path: Path) -> None:
+def test_the_schedule_counts_optimizer_steps(tmp_path: Path) -> None:
     model = module()
-    callback = SketchCallback(sp.L1(0.5), schedule=Ladder({0: 1.0, 2: 8, 4: 0.25}))
+    callback = SketchCallback(sp.L1(0.5), schedule={0: 1.0, 2: 8, 4: 0.25})
     fit(model, tmp_path, [callback], accumulate_grad_batches=2, max_epochs=3)
     # Three batches an epoch: two steps of two and one batches.
     assert model.budgets == [1.0, 1.0, 1.0, 8, 8, 8, 0.25, 0.25, 0.25]
 
 
 def test_logs_hold_budget_and_kept_flops(tmp_path: Path) -> None:
-    callback = SketchCallback(sp.L1(0.25), schedule=Ladder({0: 1.0, 7: 0.25}), rows=8)
+    callback = SketchCallback(sp.L1(0.25), schedule={0: 1.0, 7: 0.25}, rows=8)
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
     trainer = fit(module(), tmp_path, [callback], logger=logger, log_every_n_steps=3)
     logger.save()
@@ -206,6 +204,6 @@ def test_a_tuner_is_told_how_many_batches_there_will_be(tmp_path: Path, limits, 
 
 def test_a_schedule_and_a_tuner_are_not_given_together() -> None:
     with pytest.raises(TypeError, match="give one of them"):
-        SketchCallback(sp.L1(0.5), sp.select.everything, Ladder({0: 1.0}), tuner=sp.Tuner)
+        SketchCallback(sp.L1(0.5), sp.select.everything, {0: 1.0}, tuner=sp.Tuner)
     with pytest.raises(TypeError, match="cannot be called"):
         SketchCallback(sp.L1(0.5), tuner=0.5)

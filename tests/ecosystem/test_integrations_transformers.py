@@ -23,7 +23,6 @@ from transformers import (
 import sketchprop as sp
 from sketchprop.integrations.transformers import SketchCallback
 from sketchprop.layers import SketchedLinear
-from sketchprop.layers.schedule import Ladder
 from stack_helpers import BudgetClock, equal
 
 VOCABULARY, LENGTH = 40, 8
@@ -75,11 +74,10 @@ def parameters(model: nn.Module) -> list[Tensor]:
 
 
 def test_stopped_and_resumed_it_is_the_run_that_was_not(tmp_path: Path) -> None:
-    """Dropout, accumulation, a shuffled sampler and a ladder that steps around the stop."""
+    """Dropout, accumulation, a shuffled sampler and a schedule that steps around the stop."""
 
     def callbacks() -> list[TrainerCallback]:
-        ladder = Ladder({0: 1.0, 2: 0.5, 5: 0.25})
-        return [SketchCallback(sp.L1(0.9), schedule=ladder)]
+        return [SketchCallback(sp.L1(0.9), schedule={0: 1.0, 2: 0.5, 5: 0.25})]
 
     options = {"gradient_accumulation_steps": 2, "logging_steps": 1}
     whole, first, second = bert(), bert(), bert()
@@ -140,7 +138,7 @@ def test_a_tuner_moves_budgets_and_resumes_bitwise(tmp_path: Path) -> None:
 
 
 def test_logs_hold_budget_and_kept_flops(tmp_path: Path) -> None:
-    callback = SketchCallback(sp.L1(0.25), schedule=Ladder({0: 1.0, 4: 0.25}), rows=4 * LENGTH)
+    callback = SketchCallback(sp.L1(0.25), schedule={0: 1.0, 4: 0.25}, rows=4 * LENGTH)
     run = trainer(bert(), tmp_path, [callback])
     run.train()
     logs = [e for e in run.state.log_history if "loss" in e]
@@ -186,18 +184,18 @@ def test_a_filter_and_a_model_sketched_by_hand(tmp_path: Path) -> None:
     trainer(model, tmp_path / "filter", [callback], max_steps=1).train()
     names = [name for name, m in model.named_modules() if isinstance(m, SketchedLinear)]
     assert names == [f"bert.encoder.layer.{i}.intermediate.dense" for i in range(2)]
-    by_hand = SketchCallback(None, schedule=Ladder({0: 0.125}))
+    by_hand = SketchCallback(None, schedule={0: 0.125})
     trainer(model, tmp_path / "hand", [by_hand], max_steps=1).train()
     assert model.get_submodule(names[0]).sketch == sp.L1(0.125)
 
 
 def test_mistakes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="cannot be called"):
-        SketchCallback(sp.L1(0.5), schedule={0: 1.0})
+    with pytest.raises(ValueError, match="of which 0 is one"):
+        SketchCallback(sp.L1(0.5), schedule={500: 0.1})
     with pytest.raises(TypeError, match="give a sketch with it"):
         SketchCallback(None, filter_fn=lambda module, name: True)
     with pytest.raises(ValueError, match="no sketched layer"):
-        trainer(bert(), tmp_path, [SketchCallback(None, schedule=Ladder({0: 0.5}))]).train()
+        trainer(bert(), tmp_path, [SketchCallback(None, schedule={0: 0.5})]).train()
 
 
 def test_nothing_optional_is_imported_and_a_missing_package_is_named() -> None:

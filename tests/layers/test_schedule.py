@@ -1,48 +1,33 @@
-"""Ladders and budgets."""
+"""Schedules and budgets."""
 
 from __future__ import annotations
-
-import pickle
 
 import pytest
 from torch import nn
 
 import sketchprop as sp
-from sketchprop.layers.schedule import Ladder
+from sketchprop.layers.schedule import budget_at, check_schedule
 from stack_helpers import net
 
 
-def test_a_ladder_is_a_function_of_the_step() -> None:
-    ladder = Ladder({2000: 0.1, 0: 1.0, 500: 16})
-    assert [ladder(s) for s in (0, 499, 500, 1999, 2000, 10**9)] == [1.0, 1.0, 16, 16, 0.1, 0.1]
-    assert repr(ladder) == "Ladder({0: 1.0, 500: 16, 2000: 0.1})"
-    again = pickle.loads(pickle.dumps(ladder))
-    assert again == ladder
-    assert hash(again) == hash(ladder)
-    assert again(600) == 16
-    assert ladder != Ladder({0: 1.0})
+def test_a_budget_holds_from_its_step_on() -> None:
+    schedule = check_schedule({2000: 0.1, 0: 1.0, 500: 16})
+    steps = (0, 499, 500, 1999, 2000, 10**9)
+    assert [budget_at(schedule, s) for s in steps] == [1.0, 1.0, 16, 16, 0.1, 0.1]
 
 
 @pytest.mark.parametrize(
-    ("rungs", "error", "says"),
+    ("schedule", "says"),
     [
-        ({500: 0.1}, ValueError, "no budget for step 0"),
-        ({}, ValueError, "no budget for step 0"),
-        ({0: 1.0, -5: 0.1}, ValueError, "-5 is not a step"),
-        ({0: 1.0, 2.5: 0.1}, ValueError, "2.5 is not a step"),
-        ({0: 1.5}, ValueError, "not a kept fraction"),
-        ({0: 0}, ValueError, "keeps nothing"),
-        ([(0, 1.0)], TypeError, "give a mapping"),
+        *((bad, "of which 0 is one") for bad in ({500: 0.1}, {}, [(0, 1.0)])),
+        *((bad, "from each of some steps") for bad in ({0: 1.0, -5: 0.1}, {0: 1.0, 2.5: 0.1})),
+        ({0: 1.5}, "not a kept fraction"),
+        ({0: 0}, "keeps nothing"),
     ],
 )
-def test_a_bad_ladder_is_refused(rungs, error, says) -> None:
-    with pytest.raises(error, match=says):
-        Ladder(rungs)
-
-
-def test_a_step_before_the_start_is_refused() -> None:
-    with pytest.raises(ValueError, match="before the start"):
-        Ladder({0: 0.5})(-1)
+def test_a_bad_schedule_is_refused(schedule, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_schedule(schedule)
 
 
 def test_set_budget_keeps_the_rest_of_each_sketch() -> None:

@@ -30,7 +30,7 @@ HALF = Option("half of the batch", "", 0.52, 0.9, 0.988, 0.01)
 
 def advice(*options, control=HALF):
     known = {repr(sketch): Candidate(sketch) for sketch in (sp.Tokens(0.3), sp.L1(0.3))}
-    return Advice(options, control, 0.1, 2.0, 1.0, 8, 70, 12.0, (), known)
+    return Advice(options, control, 0.1, 2.0, 1.0, 64.0, 8, 70, 12.0, (), known)
 
 
 def test_it_advises_the_option_with_the_least_time_to_equal_quality():
@@ -331,7 +331,9 @@ def test_a_label_for_each_token_is_warned_of():
     for loss in (by_sample, by_first_token):
         seen = rows_seen(model, loss, batches[0])
         assert not seen.labelled
-    assert rows_seen(model[:1], by_token, batches[0]) == (1.0, True)  # a single block too
+    assert rows_seen(model[:1], by_token, batches[0]) == (1.0, True, 1.0)  # a single block too
+    assert rows_seen(model, by_token, batches[0]).per_label == 1
+    assert rows_seen(model, by_sample, batches[0]).per_label == 12  # what is behind attention
 
 
 def test_an_optimizer_without_a_state_is_warned_of():

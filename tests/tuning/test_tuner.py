@@ -85,21 +85,11 @@ def test_a_frozen_tuner_follows_budgets_that_others_move():
     assert 0 < max(noise[:2]) < min(noise[4:])
 
 
-def test_tensorboard_takes_the_numbers(tmp_path):
-    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard")
-    events = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard"
-    )
+def test_the_log_is_plain_data():
     model = wide()
-    with tensorboard.SummaryWriter(tmp_path) as writer:
-        tuner = sp.Tuner(model, loss_fn, share=1.0, writer=writer, clock=BudgetClock(model))
-        train(model, make_batches(10), tuner)
-    read = events.EventAccumulator(str(tmp_path)).Reload()
-    for name in ("noise", "change"):
-        written = [(e.step, e.value) for e in read.Scalars(f"sketchprop/tuner/{name}")]
-        assert written == [(e["step"], pytest.approx(e[name])) for e in tuner.log]
-    budgets = [e.value for e in read.Scalars("sketchprop/tuner/budget/0")]
-    assert budgets == pytest.approx([e["budgets"]["0"] for e in tuner.log])
+    tuner = sp.Tuner(model, loss_fn, share=1.0, clock=BudgetClock(model))
+    train(model, make_batches(10), tuner)
+    assert tuner.log
     assert json.loads(json.dumps(tuner.log)) == tuner.log
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from ..layers import SketchedModule
 from ..layers.choose import Filter
 from ..layers.depth import load_shares_
-from ..layers.schedule import Schedule, set_budget_
+from ..layers.schedule import Schedule, budget_at, check_schedule, set_budget_
 from ..layers.share import kept_flops
 from ..layers.transform import sketch_
 from ..sketches import AnySketch, Planner
@@ -22,7 +22,7 @@ class SketchOptions:
     """What every callback takes.
 
     ``sketch``, ``filter_fn`` and ``planner``: as for ``sketch_``; ``None`` leaves the model as it
-    comes. ``schedule(step)``: the budget of all sketched layers, for example a ``Ladder``.
+    comes. ``schedule``: the budget of all sketched layers by step, ``{0: 1.0, 500: 0.3}``.
     ``tuner(model, optimizer)``: makes a ``Tuner``, which then moves the budgets and is told how
     many steps there are; its state is in the trainer's checkpoints. With ``frozen=True`` it moves
     nothing, and measures the noise that the sketches add.
@@ -52,13 +52,9 @@ class SketchOptions:
             )
         if sketch is None and filter_fn is not None:
             raise TypeError("filter_fn chooses the layers of a sketch: give a sketch with it")
-        if schedule is not None and not callable(schedule):
-            raise TypeError(
-                f"schedule={schedule!r} cannot be called; give a function from the step to "
-                "the budget, for example Ladder({0: 1.0, 500: 0.1})"
-            )
         self.sketch, self.filter_fn, self.planner = sketch, filter_fn, planner
-        self.schedule, self.make_tuner, self.rows = schedule, tuner, rows
+        self.make_tuner, self.rows = tuner, rows
+        self.schedule = None if schedule is None else check_schedule(schedule)
 
     def begin(self, model: nn.Module, step: int, shares: Any = None) -> None:
         """Sketches ``model`` and gives it the budget of ``step``; blocks share it out as in the
@@ -71,7 +67,7 @@ class SketchOptions:
     def follow(self, model: nn.Module, step: int) -> None:
         """The budget of ``step``; nothing without a schedule."""
         if self.schedule is not None:
-            set_budget_(model, self.schedule(step))
+            set_budget_(model, budget_at(self.schedule, step))
 
     def start_tuner(self, model: nn.Module, optimizer: Any, steps: float, state: Any) -> None:
         """Makes the tuner, if there is to be one, tells it how many times it will be called, if

@@ -40,7 +40,7 @@ class SketchCallback(SketchOptions, *_bases()):  # type: ignore[misc]
     Values are logged at the step at which Lightning logs the loss. A ``tuner`` gets each batch as
     ``training_step`` does.
 
-        Trainer(callbacks=[SketchCallback(Tokens(0.3), schedule=Ladder({0: 1.0, 500: 0.3}))])
+        Trainer(callbacks=[SketchCallback(Tokens(0.3), schedule={0: 1.0, 500: 0.3})])
     """
 
     _steps = 0

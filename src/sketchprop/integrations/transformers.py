@@ -38,7 +38,7 @@ class SketchCallback(SketchOptions, TrainerCallback):
     ``loss_fn = lambda model, batch: model(**batch).loss``.
 
         Trainer(model, args, callbacks=[SketchCallback(Tokens(0.3))])
-        SketchCallback(Tokens(0.3), schedule=Ladder({0: 1.0, 500: 0.5, 2000: 0.3}))
+        SketchCallback(Tokens(0.3), schedule={0: 1.0, 500: 0.5, 2000: 0.3})
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

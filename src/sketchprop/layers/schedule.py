@@ -1,10 +1,8 @@
-"""Budgets that change while training: a short ladder, a pure function of the step."""
+"""Budgets that change while training: given by hand, or by step."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -13,54 +11,32 @@ from ..core.checks import check_budget
 from .depth import shares_in
 from .sketched import SketchedModule
 
-Schedule = Callable[[int], float | int]
-"""A step in, the budget from that step on out. Pure, so that a resumed run finds its place."""
+Schedule = Mapping[int, float | int]
+"""From which step on which budget: ``{0: 1.0, 500: 0.3}``. A resumed run needs no state for it.
+Few are meant: under ``torch.compile`` each new budget compiles once more."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-@dataclass(frozen=True, init=False)
-class Ladder:
-    """A budget for each stretch of training: ``{first step: budget}``, and 0 must be one of them.
+def check_schedule(schedule: Schedule) -> Schedule:
+    """A schedule that has a budget for each step."""
+    steps = list(schedule) if isinstance(schedule, Mapping) else []
+    if 0 not in steps or any(type(step) is not int or step < 0 for step in steps):
+        raise ValueError(
+            f"schedule={schedule!r}; give a budget from each of some steps on, of which 0 is one, "
+            "for example {0: 1.0, 500: 0.1}"
+        )
+    for budget in schedule.values():
+        check_budget(budget)
+    return schedule
 
-    A function of the step and nothing else: it is picklable, comparable, and needs no state in a
-    checkpoint. Few rungs are meant: under ``torch.compile`` each new budget compiles once more.
 
-    >>> ladder = Ladder({0: 1.0, 500: 0.5, 2000: 0.1})
-    >>> ladder(499), ladder(500), ladder(10_000)
-    (1.0, 0.5, 0.1)
+def budget_at(schedule: Schedule, step: int) -> float | int:
     """
-
-    rungs: tuple[tuple[int, float | int], ...]
-
-    def __init__(self, rungs: Mapping[int, float | int]) -> None:
-        if not isinstance(rungs, Mapping):
-            raise TypeError(
-                f"rungs={rungs!r} is a {type(rungs).__name__}; give a mapping from steps to "
-                "budgets, for example Ladder({0: 1.0, 500: 0.1})"
-            )
-        for step in rungs:
-            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                raise ValueError(
-                    f"{step!r} is not a step; give integers from 0 on, for example "
-                    "Ladder({0: 1.0, 500: 0.1})"
-                )
-        if 0 not in rungs:
-            raise ValueError(
-                f"no budget for step 0 among the steps {sorted(rungs)}; say where to start, for "
-                "example Ladder({0: 1.0, 500: 0.1})"
-            )
-        ordered = tuple((step, check_budget(rungs[step])) for step in sorted(rungs))
-        object.__setattr__(self, "rungs", ordered)
-
-    def __call__(self, step: int) -> float | int:
-        """The budget in force at ``step``."""
-        if step < 0:
-            raise ValueError(f"step={step!r} is before the start; give a step from 0 on")
-        return self.rungs[bisect_right(self.rungs, step, key=lambda rung: rung[0]) - 1][1]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({dict(self.rungs)!r})"
+    >>> budget_at({0: 1.0, 500: 0.5}, 499), budget_at({0: 1.0, 500: 0.5}, 500)
+    (1.0, 0.5)
+    """
+    return schedule[max(first for first in schedule if first <= step)]
 
 
 def set_budget_(model: Model, budget: float | int) -> Model:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -31,12 +31,6 @@ EARLY, EARLIEST = 0.05, 10
 """The first probe of a training whose length is known: after so much of it, and so many steps."""
 RECENT = 65
 """Steps from whose times the median is taken."""
-
-
-class Writer(Protocol):
-    """What takes the numbers; TensorBoard's ``SummaryWriter`` is one."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
 
 class Tuner:
@@ -63,7 +57,7 @@ class Tuner:
     ``groups``: at most so many groups of neighbouring units have budgets of their own.
     Guards act at probes only: nothing watches the noise between two of them. With several
     processes give each the model inside of DDP: they share what they measure and decide alike.
-    ``log``: every decision, a plain dict. ``writer``, for example TensorBoard's, gets its numbers.
+    ``log``: every decision, a plain dict.
     ``clock``: what seconds are read from.
 
         sp.sketch_(model, sp.Tokens(0.3))
@@ -84,7 +78,6 @@ class Tuner:
         start: float = 1.0,
         groups: int = 8,
         frozen: bool = False,
-        writer: Writer | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         if not 0 < share <= 1:
@@ -95,7 +88,7 @@ class Tuner:
         if check_budget(start) not in LADDER:
             raise ValueError(f"start={start!r} is no rung of the ladder {LADDER}")
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
-        self.share, self.frozen, self.writer, self.clock = share, frozen, writer, clock
+        self.share, self.frozen, self.clock = share, frozen, clock
         # Of sketches that stay as they are all together are probed; then no rung counts.
         self._most, self._rung = (1, 0.5) if frozen else (groups, float(start))
         self.steps: int | None = None
@@ -192,11 +185,6 @@ class Tuner:
         entry = {"step": self.step, **decision, "spent": self.spent, "budgets": self.budgets}
         self.log.append(entry)
         self.next_probe = self.step + self._wait()
-        if self.writer is not None:
-            numbers = {k: v for k, v in decision.items() if isinstance(v, float)}
-            numbers |= {f"budget/{name}": p for name, p in self.budgets.items()}
-            for name, value in numbers.items():
-                self.writer.add_scalar(f"sketchprop/tuner/{name}", value, self.step)
         return entry
 
     def _probe(self, batch: Any, start: float) -> Probe:

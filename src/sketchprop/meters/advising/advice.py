@@ -110,6 +110,8 @@ class Advice(Report):
     """Σ of how far each batch's gradient goes along those before it, in standard errors of 0."""
     live: float
     """The share of rows of the gradient that are not zero: below 1 with padding."""
+    per_label: float
+    """Tokens that share one label: the more, the less noise it is to leave some out."""
     batches: int
     steps: int
     """That the optimizer has made."""
@@ -282,6 +284,8 @@ class Advice(Report):
         )
         if self.live < 1:
             note += f" {self.live:.0%} of the gradient's rows are not zero, the others are padding."
+        if any(candidate.of_blocks for candidate in self.candidates.values()):
+            note += f" {self.per_label:.0f} tokens share a label: of more, fewer are needed."
         candidates = Table("Candidates", columns, rows, note)
         return [candidates, *([] if self.trial is None else self.trial.tables())]
 

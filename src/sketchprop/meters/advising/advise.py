@@ -90,8 +90,8 @@ def advise(
     with unhurried(next(model.parameters()).device) as busy:
         with restored(model) as buffers:
             unsketch_(model)
-            live, labelled = rows_seen(model, loss_fn, taken[0])
-            tried, told = candidates(model, live, compile)
+            seen = rows_seen(model, loss_fn, taken[0])
+            tried, told = candidates(model, seen.live, compile)
             a_pass = seconds_of_a_pass(model, loss_fn, taken[0])
             # A quarter of the time for σ², with as many batches as there are in it.
             taken = taken[: max(2, int((end - monotonic()) / 4 / a_pass))]
@@ -117,14 +117,17 @@ def advise(
             control=half,
             signal=meter.signal,
             visible=meter.visible,
-            live=live,
+            live=seen.live,
+            per_label=seen.per_label,
             batches=len(taken),
             steps=steps_made(optimizer),
             seconds=0.0,
             warnings=(),
             candidates={candidate.name: candidate for candidate in tried},
         )
-        told = [busy] * bool(busy) + told + meter.outliers() + _told(advice, labelled, optimizer)
+        told = (
+            [busy] * bool(busy) + told + meter.outliers() + _told(advice, seen.labelled, optimizer)
+        )
         outcome = None
         if trial:
             best = advice.candidates[advice.closest.name]

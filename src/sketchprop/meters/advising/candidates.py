@@ -93,6 +93,9 @@ class Rowed(NamedTuple):
     """The share that is not zero, the median over linear layers."""
     labelled: bool
     """Whether most tokens of the last linear layer have a gradient, each one of its own."""
+    per_label: float
+    """Rows that are not zero, the median over linear layers, over those of the last one: tokens
+    that share a label."""
 
 
 def rows_seen(model: nn.Module, loss_fn: Loss, batch: Any) -> Rowed:
@@ -102,6 +105,7 @@ def rows_seen(model: nn.Module, loss_fn: Loss, batch: Any) -> Rowed:
     A head that still has a row for each token belongs to a loss for each token.
     """
     shares: list[Tensor] = []
+    counts: list[int] = []
     tokens: list[bool] = []
 
     def watch(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -111,6 +115,7 @@ def rows_seen(model: nn.Module, loss_fn: Loss, batch: Any) -> Rowed:
 
     def look(G: Tensor) -> None:
         shares.append((G.abs().amax(-1) != 0).float().mean())
+        counts.append(G.numel() // max(1, G.shape[-1]))
         tokens.append(G.dim() > 2 and G.shape[-2] > 1)
 
     kernels = nn.Conv1d | nn.Conv2d
@@ -118,6 +123,9 @@ def rows_seen(model: nn.Module, loss_fn: Loss, batch: Any) -> Rowed:
     with call_hooks(linear, after=watch):
         one_pass(loss_fn, model, batch, [p for p in model.parameters() if p.requires_grad])
     if not shares:
-        return Rowed(1.0, False)
+        return Rowed(1.0, False, 1.0)
     # Backward meets the last layer first.
-    return Rowed(median(map(float, shares)), tokens[0] and float(shares[0]) > MANY_LABELS)
+    live = [float(share) for share in shares]
+    rows = [count * share for count, share in zip(counts, live, strict=True)]
+    labelled = tokens[0] and live[0] > MANY_LABELS
+    return Rowed(median(live), labelled, median(rows) / max(1.0, rows[0]))
