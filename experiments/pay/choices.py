@@ -114,7 +114,10 @@ class Decisions:
     # -- stages ------------------------------------------------------------------------------------
 
     def _try_sizes(self, way: Way, sizes: Sequence[int]) -> None:
-        sides = [self._tried(way, size, "") for size in sizes]
+        # The unit of time first: other sizes may ask what was found there.
+        order = sorted(sizes, key=lambda size: size != self.contest.middle)
+        sides = [self._tried(way, size, "") for size in order]
+        self.sides.sort(key=lambda side: sizes.index(side.batch) if side in sides else -1)
         if sides and all(side.ranked for side in sides):
             sides.sort(key=lambda side: -side.ranked[0][0])
             self.best[way.name] = [side.batch for side in sides]
@@ -146,12 +149,13 @@ class Decisions:
                     self._tried(way, size, why)
 
     def _tried(self, way: Way, batch: int, why: str) -> Side:
-        """Three rates, one more where the best is at an edge, and the best two again with each
-        further seed."""
+        """Three rates, one more where the best is at an edge, or those near to what is known; and
+        the best two again with each further seed."""
         first, *others = self.contest.tuning_seeds
         cell = self.contest.cell(way, batch, self.contest.tuned_at, self.costs, tested=0)
-        runs = [Run(cell, place, first) for place in FIRST]
-        if self.known(runs):
+        places = self._near(way, batch)
+        runs = [Run(cell, place, first) for place in (FIRST if places is None else places)]
+        if places is None and self.known(runs):
             best = max(runs, key=self._score).rate_index
             runs += [Run(cell, BESIDE[best], first)] if best in BESIDE else []
         if self.known(runs):
@@ -164,6 +168,23 @@ class Decisions:
             side.ranked = sorted(means, key=lambda pair: -pair[0])
         self.sides.append(side)
         return side
+
+    def _near(self, way: Way, batch: int) -> tuple[int, ...] | None:
+        """With ``near`` exact training tries all rates at the unit of time; at another size the
+        best of these and its neighbour, as the size wants it; the leading way the best of exact
+        training at its size and the next smaller one; others that of the leading way. None of
+        them while that is not known; ``None``: all."""
+        if not self.contest.near or (way.name, batch) == (EXACT, self.contest.middle):
+            return None
+        step = 1 if way.name != EXACT or batch < self.contest.middle else -1
+        leader = (EXACT, self.contest.middle if way.name == EXACT else batch)
+        tries = way.name in (EXACT, self.contest.lead)
+        known = self.side(*(leader if tries else (self.contest.lead, batch)))
+        if known is None or not known.ranked:
+            return ()
+        best = known.ranked[0][1]
+        beside = min(max(best + step, 0), len(self.contest.rates) - 1)
+        return tuple(dict.fromkeys((best, beside) if tries else (best,)))
 
     def _choose(self, side: Side) -> None:
         """The best on validation data; with ``finals`` of two in the whole time."""

@@ -134,6 +134,9 @@ class Contest:
     the best two of those."""
     tuned_at: float = 0.5
     """The share of the time at which rates are chosen."""
+    near: bool = False
+    """Whether only exact training at ``unit`` tries all rates, and the others those that are near
+    to what is best there: where whole runs choose them."""
     finals: bool = False
     """Whether the best two rates are run in the whole time before one is chosen: where what does
     well early may fail later."""

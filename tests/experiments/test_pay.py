@@ -113,6 +113,29 @@ def test_rates_and_sizes_are_chosen_by_a_seed_that_is_not_reported():
     assert table["tokens-0.3", 8].lengths == ()
 
 
+def test_whole_runs_near_to_the_best_rate_choose_where_they_are_long():
+    """All rates at batch 8, of which 0.003 is best; then that one and a neighbour at others."""
+    contest = replace(
+        CONTEST, ways=("exact", "tokens-0.3", "tuner"), near=True, tuned_at=1.0, tried_sizes=2
+    )
+
+    def score(run):
+        best = 3 if run.cell.way == "exact" else 4
+        return 50 - abs(run.rate_index - best) - (run.cell.batch != 8)
+
+    rows = played(contest, score)
+    tried = {key: choice.tried for key, choice in chosen(contest, rows).items()}
+    assert tried["exact", 8].count(":") == 4
+    assert tried["exact", 16] == "0.003: 49; 0.01: 48"
+    assert tried["exact", 4] == "0.003: 49; 0.001: 48"
+    assert tried["tokens-0.3", 8] == "0.003: 49; 0.001: 50"
+    assert {key: text for key, text in tried.items() if key[0] == "tuner"} == {
+        ("tuner", 8): "0.001: 50"
+    }
+    assert not Decisions(contest, costs_of(contest), rows).missing()
+    assert chosen(contest, rows[:2])["exact", 4].tried == ""
+
+
 def test_further_seeds_try_the_best_two_rates_and_the_mean_of_all_chooses():
     """The first seed likes the largest rate by luck; in the mean the next one is better."""
     contest = replace(CONTEST, ways=("exact",), batches=(8,), tuning_seeds=(100, 101))
