@@ -98,7 +98,7 @@ def cells(task: str, line: Mapping[str, Any], answer: Mapping[str, Any]) -> list
     gain, change, told = trial.gain(name), trial.change(name), said(answer, line["way"])
     place = "ahead" if gain.value > 0 else "behind"
     return [
-        task, f"`{line['way']}`", with_error(told and told.in_all), with_error(change),
+        task, f"`{line['way']}`", with_error(told.in_all if told else None), with_error(change),
         with_error(gain), place if trial.certain(name) else "not certain",
         " / ".join(f"{way.steps:.0f}" for way in trial.ways),
     ]  # fmt: skip

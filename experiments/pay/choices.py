@@ -153,9 +153,9 @@ class Decisions:
         the best two again with each further seed."""
         first, *others = self.contest.tuning_seeds
         cell = self.contest.cell(way, batch, self.contest.tuned_at, self.costs, tested=0)
-        places = self._near(way, batch)
-        runs = [Run(cell, place, first) for place in (FIRST if places is None else places)]
-        if places is None and self.known(runs):
+        near = self._near(way, batch)
+        runs = [Run(cell, place, first) for place in (FIRST if near is None else near)]
+        if near is None and self.known(runs):
             best = max(runs, key=self._score).rate_index
             runs += [Run(cell, BESIDE[best], first)] if best in BESIDE else []
         if self.known(runs):

@@ -75,7 +75,7 @@ def predicted(option: Option) -> float:
 def read_option(row: Mapping[str, Any]) -> Option:
     """From a stored answer, or from a line of a table; what is missing there is not known."""
     names = ("time", "noise", "change", "error", "memory")
-    values = {n: float(row[n]) for n in names if row.get(n) not in (None, "")}
+    values: dict[str, Any] = {n: float(row[n]) for n in names if row.get(n) not in (None, "")}
     return Option(row["name"], row["line"], **values)
 
 
