@@ -85,7 +85,7 @@ class SketchOptions:
         """What there is to log, with what the tuner found last."""
         logged = {"sketch_kept_flops": kept_flops(model, self.rows)}
         states = [m.sketching for m in model.modules() if isinstance(m, SketchedModule)]
-        # Of blocks that share a budget its mean.
+        # Of blocks that share a budget that one.
         budgets = {(s.shares.tokens if s.shares else s.sketch).budget for s in states}
         if len(budgets) == 1:
             logged["sketch_budget"] = float(budgets.pop())

@@ -1,4 +1,4 @@
-"""A budget that is a mean: shared out over the blocks of a model by the noise that each feels.
+"""A budget for all blocks together, shared out over them by the noise that each feels.
 
 With ε = E‖e‖²/‖G‖² the relative noise of the gradient G that arrives at a block, and b the budgets
 of its rows, queries and keys, the noise of the block's own gradient over ‖g‖², and what arrives at
@@ -222,7 +222,7 @@ def _with(tokens: Tokens, rows: float, queries: float, keys: float) -> Tokens:
 
 
 def shareable(tokens: Any) -> bool:
-    """Whether a budget is a mean that can be shared out."""
+    """Whether a budget can be shared out."""
     if not isinstance(tokens, Tokens) or tokens.share != "measured":
         return False
     whole = (tokens.budget, tokens.queries, tokens.keys)

@@ -39,19 +39,19 @@ def check_save(save: object) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Tokens:
-    """Runs the backward of a transformer's blocks on the tokens that carry the gradient.
+    """Runs the backward of a transformer's blocks on a random subset of the tokens.
 
     ``sketch_(model, Tokens(0.3))`` takes whole blocks, not single layers: norms, activations,
     attention and linear layers of a block run backward on kept rows alone. One draw serves a
-    block. The mean of every gradient is exact.
+    block. Every gradient is unbiased.
 
     ``budget``: the kept share of all rows of a batch in the row-wise branches.
     ``queries``: the kept share of tokens in attention and in the layers that make its queries and
     read its result, by default ``budget + 0.1``. ``keys``: rows of K and V, by default
     ``budget + 0.4``.
-    ``share="measured"``: budgets are means over the blocks. The first backward pass, which takes
-    as long as some passes, measures the noise and shares them out (``sketchprop.layers.depth``).
-    ``"even"``: the same budgets in all blocks.
+    ``share="measured"``: budgets say what all blocks cost together. The first backward pass, which
+    takes as long as some passes, measures the noise of each and shares them out at equal FLOPs
+    (``sketchprop.layers.depth``). ``"even"``: the same budgets in all blocks.
     ``save="input"`` keeps only the input of a branch and computes the kept rows again: it needs
     the memory of activation checkpointing.
     Linear layers outside of known blocks get ``Rows(budget)``. If at most the budget of the rows

@@ -252,7 +252,7 @@ class Tuner:
             shares.blocks = {name: m for name, m in means if all(map(math.isfinite, m))}
 
     def _shared(self, group: Sequence[Any], budget: float) -> dict[Any, Any]:
-        """The sketches of a group's units at a budget; of blocks that share it, at their mean."""
+        """The sketches of a group's units at a budget; of blocks that share it, of all together."""
         found = {module: self._sketches[module].with_budget(budget) for module in group}
         parts: dict[str, Any] = {}
         for shares in self._shares if budget < 1 else ():
@@ -308,7 +308,7 @@ def _groups(model: nn.Module, most: int) -> dict[str, list[Any]]:
     units: dict[int, list[tuple[str, Any]]] = {}
     for name, m in model.named_modules():
         if isinstance(m, SketchedModule):
-            # Blocks that share a budget out are one unit: it is their mean that is moved.
+            # Blocks that share a budget out are one unit: it is what they share that is moved.
             units.setdefault(id(m.sketching.shares or m), []).append((name, m))
     if not units:
         raise ValueError(
