@@ -6,7 +6,7 @@
 
 Two copies of one model see the same batches in turns: one backpropagates exactly, in the other
 
-    sp.sketch_(model, sp.Tokens(0.3), filter_fn=sp.select.named("blocks.*"))
+    sp.sketch_(model, {"blocks.*": sp.Tokens(0.3)})
 
 has replaced the backward pass of every block by one that runs on three tokens of ten, drawn by the
 norm of their gradient. Nothing else differs: the training loop is the usual one. At the end both
@@ -117,7 +117,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = ViT(dim=args.width, depth=args.depth, heads=4, hidden=4 * args.width)
     sketch = getattr(sp, args.sketch)(args.budget)
-    sketched = sp.sketch_(copy.deepcopy(model), sketch, filter_fn=sp.select.named("blocks.*"))
+    sketched = sp.sketch_(copy.deepcopy(model), {"blocks.*": sketch})
     print(sp.summary(sketched, rows=args.batch_size * 64))
     runs = {"exact": Run(model, args), repr(sketch): Run(sketched, args)}
 

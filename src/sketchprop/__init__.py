@@ -8,7 +8,7 @@
 replaces exact vector-Jacobian products by random ones whose mean is exactly the true gradient and
 whose cost is a fraction.
 
-What one does: sketch_, unsketch_, exact, set_budget_, summary, validate; select has filters.
+What one does: sketch_, unsketch_, exact, set_budget_, summary, validate; select.everything.
 What one draws: Tokens for the blocks of a transformer, Rows and the paper's methods for layers.
 What one asks: advise, trial, plan, measure, check_unbiased; Tuner asks while a model trains.
 What one builds with: branch, kept_attention, sketched_linear, gate, Gate, sketchable.

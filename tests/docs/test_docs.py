@@ -61,10 +61,7 @@ def _has_every_page_and_every_public_name(site):
     text = "".join(p.read_text() for p in (site / "api").glob("*.html"))
     ids = _Page(text).ids
     public = [f"sketchprop.{name}" for name in sp.__all__ if name != "select"]
-    public += [
-        f"sketchprop.layers.select.{name}"
-        for name in ("adapters", "everything", "last", "linear", "wide")
-    ]
+    public.append("sketchprop.layers.select.everything")
     public += [f"sketchprop.distributed.{name}" for name in distributed.__all__]
     for trainer in ("transformers", "lightning"):
         public.append(f"sketchprop.integrations.{trainer}.SketchCallback")

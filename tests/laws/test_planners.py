@@ -115,13 +115,13 @@ def test_a_convolution_makes_atoms_every_k_steps(kernel, padding, memory, monkey
 def test_each_projection_of_attention_has_its_own_planner(monkeypatch):
     count = Count(sp.L1, monkeypatch)
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    sp.sketch_(attention, sp.L1(0.5), sp.select.attention, planner=Every(4))
+    sp.sketch_(attention, sp.L1(0.5), planner=Every(4))
     x, memory = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
     for step in range(9):
         attention(x, x, x)[0].square().sum().backward()
         assert count.made == 2 * (1 + step // 4)  # q, k and v together, and the output
     count.made = 0
-    sp.sketch_(attention, sp.L1(0.5), sp.select.attention, planner=Every(4))
+    sp.sketch_(attention, sp.L1(0.5), planner=Every(4))
     attention(x, memory, memory)[0].square().sum().backward()
     assert count.made == 3
     planners = [attention.sketching.planner_of(part) for part in range(3)]

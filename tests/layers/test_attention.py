@@ -26,7 +26,7 @@ def layer(**options):
 
 
 def sketched(module, sketch):
-    return sp.sketch_(copy.deepcopy(module), sketch, sp.select.attention)
+    return sp.sketch_(copy.deepcopy(module), sketch)
 
 
 def inputs(kind, *, batch_first=False, kdim=E, vdim=E, batched=True):

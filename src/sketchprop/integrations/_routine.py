@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from ..layers import SketchedModule
-from ..layers.choose import Filter
 from ..layers.depth import load_shares_
 from ..layers.schedule import Schedule, budget_at, check_schedule, set_budget_
+from ..layers.select import Filter
 from ..layers.share import kept_flops
 from ..layers.transform import sketch_
 from ..sketches import AnySketch, Planner

@@ -14,20 +14,8 @@ from ..sketches import AnySketch, Planner, Split, Tokens
 from ..tokens.rowwise import is_plain
 from .blocks import SketchedBlock
 from .known import BUILT_IN, block_class, sketched_class
-from .select import (
-    Layers,
-    Predicate,
-    Selector,
-    adapters,
-    as_selector,
-    blocks_of,
-    everything,
-    last,
-    sketchable_layers,
-)
+from .select import Filter, Layers, blocks_of, everything, sketchable_layers, usual
 from .sketched import SketchedModule
-
-Filter = Selector | Predicate
 
 HOOKED = "_old_forward"
 """Where accelerate's hooks keep the forward that they found on a layer."""
@@ -59,10 +47,14 @@ def choose(
     planner: Planner | None = None,
 ) -> Choice:
     """The choice of ``sketch_(model, sketch, filter_fn, planner=planner)``; changes nothing."""
-    layers, rule = units(model, sketch, filter_fn)
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(
+            f"filter_fn={filter_fn!r}; give a function (module, name) -> bool, or a mapping from "
+            "name patterns to sketches in place of the sketch"
+        )
+    layers, picks = units(model, sketch, filter_fn)
     refused: dict[str, str] = {}
     problems: list[tuple[str, str]] = []
-    picks = rule.bind(layers)
     asked: dict[str, AnySketch | None] = {}
     if isinstance(sketch, Mapping):
         matched, refused, problems = _match(layers, sketch, planner)
@@ -103,7 +95,7 @@ def _dispatched(choice: Choice) -> Choice:
 
 def units(
     model: nn.Module, sketch: object, filter_fn: Filter | None = None
-) -> tuple[dict[str, nn.Module], Selector]:
+) -> tuple[Layers, Filter]:
     """What a filter is asked about, and the filter: layers, and for ``Tokens`` blocks.
 
     A block's layers are parts of it, unless patterns name them. Where a model has blocks, the
@@ -113,14 +105,13 @@ def units(
     if isinstance(sketch, Mapping):
         given = any(s is None or isinstance(s, Tokens) for s in sketch.values())
         blocks = blocks_of(model) if given else {}
-        return _in_order(model, {**blocks, **layers}), as_selector(filter_fn or everything)
+        return _in_order(model, {**blocks, **layers}), filter_fn or everything
     blocks = blocks_of(model) if isinstance(sketch, Tokens) else {}
     if not blocks:
-        return layers, as_selector(filter_fn or ~(last | adapters))
+        return layers, filter_fn or usual(layers)
     inner = {m for block in blocks.values() for m in block.modules()}
     outer = {name: layer for name, layer in layers.items() if layer not in inner}
-    whole = as_selector(lambda module, name: name in blocks)
-    return _in_order(model, {**blocks, **outer}), as_selector(filter_fn or whole)
+    return _in_order(model, {**blocks, **outer}), filter_fn or (lambda _, name: name in blocks)
 
 
 def _in_order(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:

@@ -14,9 +14,9 @@ from torch import nn
 
 from ..sketches import AnySketch, Planner, Tokens
 from .blocks import SketchedBlock
-from .choose import HOOKED, Filter, choose, known_class
+from .choose import HOOKED, choose, known_class
 from .depth import share_out
-from .select import Layers
+from .select import Filter, Layers
 from .share import kept_flops
 from .sketched import SketchedModule, Sketching
 from .validate import findings, refusal_of
@@ -43,11 +43,10 @@ def sketch_(
     ``sketch``: one sketch, or a mapping from name patterns (``*``, ``?``, ``[...]``) to sketches.
     The first pattern that matches a layer's name decides; ``None`` leaves the layer exact.
     ``Tokens`` takes whole blocks of a transformer.
-    ``filter_fn``: which layers are taken, a filter of ``sketchprop.select`` or a function
-    ``(module, name) -> bool``. By default these are all layers but the last linear one and the
-    small factors of LoRA adapters, ``~(select.last | select.adapters)``; with a mapping, all that
-    a pattern matches. A sketched layer gets the new sketch. ``summary`` says why a layer was left
-    exact.
+    ``filter_fn``: a function ``(module, name) -> bool``, which layers are taken. By default these
+    are all layers but the last linear one and the small factors of LoRA adapters
+    (``select.everything`` takes these, too); with a mapping, all that a pattern matches. A sketched
+    layer gets the new sketch. ``summary`` says why a layer was left exact.
 
     ``planner``: who makes the atoms, and when. ``Every(50)`` makes new ones every 50 steps,
     ``Every(1, rows=0.1)`` in each step from a tenth of the rows; by default each step makes new

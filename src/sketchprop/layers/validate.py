@@ -13,9 +13,9 @@ from torch.nn.parameter import UninitializedParameter
 from ..core.checks import TENSOR_PARALLEL
 from ..sketches import AnySketch, Planner, Rows, RowSketch, Split
 from .blocks import SketchedBlock
-from .choose import Choice, Filter, choose, known_class
+from .choose import Choice, choose, known_class
 from .known import block_class
-from .select import blocks_of
+from .select import Filter, blocks_of
 from .sketched import altered, of_library
 
 TINY = 3e7

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from ..core.stopwatch import in_turns
 from ..core.table import LAYER, Column, Report, Table, words
-from ..layers.choose import Filter, choose
+from ..layers.choose import choose
 from ..layers.isolation import no_gradient_hooks, twin
+from ..layers.select import Filter
 from ..layers.transform import exact, sketch_
 from ..sketches import AnySketch, Tokens
 from .cost.shapes import Use, recorded_uses
