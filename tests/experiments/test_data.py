@@ -247,6 +247,22 @@ def test_files_may_lie_in_a_wheel_and_are_checked_there_too(root):
         source.read("model")
 
 
+def test_files_of_an_installed_wheel_are_found_and_checked(root, monkeypatch):
+    package = root / "site" / "attic_of_weights"
+    (package / "model").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('found, not imported')")
+    (package / "model" / "good").write_bytes(b"weights")
+    (package / "model" / "bad").write_bytes(b"changed")
+    monkeypatch.syspath_prepend(str(root / "site"))
+    sums = {name: sum_of(b"weights") for name in ("good", "bad", "third")}
+    source = files.Source("play", sums, "Look in the attic", inside="attic_of_weights/model")
+    assert source.read("good") == b"weights"
+    with pytest.raises(DataError, match=r"bad has SHA-256"):
+        source.read("bad")
+    with pytest.raises(DataError, match=r"play/third is not on this machine"):
+        source.read("third")
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
