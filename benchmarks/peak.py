@@ -90,7 +90,7 @@ def prepare(name: str, method: str) -> tuple[nn.Module, Callable[[Tensor, Tensor
     torch.manual_seed(0)
     model = MODELS[name][0]()
     if "ForwardRows" in method:
-        sp.sketch_(model, ForwardRows(BUDGET), sp.select.linear & ~sp.select.last)
+        sp.sketch_(model, ForwardRows(BUDGET))
     if method == "Tokens":
         sp.sketch_(model, TOKENS)
     if "checkpointing" in method:

@@ -126,8 +126,7 @@ def test_tensor_parallel_weights_are_refused_before_training():
     assert "'0'" in str(caught.value)
     assert found(model, sp.L1(1.0)) == {}
     assert ("error", "0") in found(model, sp.L1(1))
-    whole = sp.select.everything & (lambda m, name: not hasattr(m.weight, "placements"))
-    assert found(model, sp.L1(0.3), whole) == {}
+    assert found(model, sp.L1(0.3), lambda m, name: not hasattr(m.weight, "placements")) == {}
 
 
 class Tied(nn.Module):
