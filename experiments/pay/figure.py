@@ -65,7 +65,7 @@ def _panel(panel: Any, outcome: Outcome) -> None:
     panel.axhline(sign * curves[0].last, color="k", lw=0.6, ls=":")
     panel.set_xticks(outcome.contest.shares)
     panel.set_ylim(*_limits(curves, sign))
-    label_axes(panel, task.label, "training time", task.quality.removesuffix(NEGATIVE))
+    label_axes(panel, task.label, "training time, whole run = 1", task.quality.removesuffix(NEGATIVE))
     panel.legend(fontsize=6.5, loc="lower right", framealpha=0.7, title_fontsize=6.5,
                  title="time to equal quality")  # fmt: skip
     if sign < 0:
@@ -74,7 +74,7 @@ def _panel(panel: Any, outcome: Outcome) -> None:
 
 def _label(outcome: Outcome, curve: Curve) -> str:
     if curve is outcome.control:
-        return f"exact, its best batch, {curve.batch}: 1"
+        return f"exact, batch {curve.batch}, its best"
     ratio = outcome.ratio(curve)
     return f"{curve.way.label}, batch {curve.batch}: {ratio.text() if ratio else '-'}"
 

@@ -13,7 +13,7 @@ from torch import nn
 from ...core.table import Column, Report, Table, words
 from ..noise.estimate import Estimate
 from ..noise.pace import DROWNED
-from ..words import change_in_words, ratio, with_error
+from ..words import change_in_words, with_error
 from .candidates import Candidate
 from .trial import Trial
 
@@ -88,9 +88,9 @@ class Option:
     def numbers(self) -> str:
         """Time and noise in words."""
         return (
-            f"a step with {self.name} takes {ratio(self.time or 1.0)} the time and "
-            f"{ratio(1 + (self.noise or 0.0))} the steps are needed, together "
-            f"{with_error(_change(self), self.error)}"
+            f"a step with {self.name} takes {change_in_words(self.time or 1.0, 'time')}, training "
+            f"takes {change_in_words(1 + (self.noise or 0.0), 'steps')}, together "
+            f"{change_in_words(_change(self), 'time')}"
         )
 
 
@@ -197,13 +197,13 @@ class Advice(Report):
             fastest = min(tried, key=lambda option: option.time or 1.0)
             return (
                 f"nothing that was tried makes a step faster here; {fastest.name} comes closest "
-                f"with {ratio(fastest.time or 1.0)} the time"
+                f"with {change_in_words(fastest.time or 1.0, 'time')}"
             )
         if best is None:
             calmest = min(tried, key=lambda option: option.noise or 0.0)
             return (
                 f"the noise of each drowns the gradient; the calmest, {calmest.name}, needs "
-                f"{ratio(1 + (calmest.noise or 0.0))} the steps"
+                f"{change_in_words(1 + (calmest.noise or 0.0), 'steps')}"
             )
         if self.answer == Answer.CLOSE:
             return f"whole trainings differ from such predictions by more than this; {best.numbers}"
