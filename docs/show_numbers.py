@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from docs_pages import pages  # noqa: E402
-from experiments.depth.study import figures  # noqa: E402
+from experiments.depth.study import figures, final_scores  # noqa: E402
 from experiments.lab.pages import number_text, read_json, table  # noqa: E402
 from experiments.pay.facts import facts, numbers  # noqa: E402
 from experiments.pay.outcome import Curve, Outcome  # noqa: E402
@@ -198,6 +198,13 @@ def depth(task: str) -> str:
             cells = [number_text(figures(moment, line)[name], 2) for name in ("worst", "all")]
             lines.append([step, way, f"{line['time']:.2f}", *cells])
     return table(["step", "budgets", "time of a step", "worst block", "all parameters"], lines)
+
+
+def trained(task: str) -> str:
+    """Where exact training ends, and even and shared budgets in the same time."""
+    runs = read_json(RESULTS / "depth/results.json")[task]["runs"]
+    head = ["budgets", "test accuracy (%)", "left the plateau", "above exact, paired [95 %]"]
+    return table(head, final_scores(runs))
 
 
 def even(task: str, what: str) -> str:

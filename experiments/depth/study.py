@@ -21,6 +21,7 @@ from sketchprop.layers.depth import load_shares_, shares_in, shares_of
 from sketchprop.meters.noise.gradients import squared_norms
 
 from ..lab.checkpoints import FOLDER, Checkpoint
+from ..lab.claims import confidence
 from ..lab.engine import spread
 from ..lab.noise import exact_gradient, gradients_of, noise_batches, trained_parameters
 from ..lab.pages import made_on, number_text, read_csv, read_json, write_json
@@ -36,6 +37,9 @@ FORETELL = ("V/σ² of all parameters", "its mean over blocks", "that of the wor
 EVEN, SHARED, EARLY = "even", "shared out", "shared out at the first moment"
 WAYS = (EXACT, EVEN, SHARED)
 """What trains."""
+LEFT = 60.0
+"""The score on test data (%) above which a run has left the plateau, where half of all answers are
+right."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,36 @@ class DepthStudy(MeasuredStudy):
             for task, own in found.items()
             for name, c in sorted(own.get("runs", {}).items())
         ]
-        return [], {"rows": rows, "tasks": found, "runs": runs, "foretold": _foretold(found)}
+        ended = [
+            [task, *line]
+            for task, own in found.items()
+            for line in final_scores(own.get("runs", {}))
+        ]
+        told = {"rows": rows, "tasks": found, "runs": runs, "ended": ended}
+        return [], {**told, "foretold": _foretold(found)}
+
+
+def final_scores(runs: Mapping[str, Any]) -> list[list[str]]:
+    """Where each way ends: mean and spread over its seeds, how many of them left the plateau, and
+    by how much it is above exact training, paired by seed, with the interval of 95 %."""
+    last = {name: curves["test"][-1] for name, curves in runs.items()}
+    lines = []
+    for way in WAYS:
+        own = {n.split("/")[1]: score for n, score in last.items() if n.split("/")[0] == way}
+        if len(own) < 2:
+            continue
+        above = [score - last[f"{EXACT}/{s}"] for s, score in own.items() if f"{EXACT}/{s}" in last]
+        paired = ""
+        if way != EXACT and len(above) > 1:
+            error = stdev(above) / len(above) ** 0.5
+            low, high = confidence(fmean(above), error, len(above))
+            paired = f"{fmean(above):+.1f} [{low:+.1f}, {high:+.1f}]"
+        left = sum(score > LEFT for score in own.values())
+        scores = list(own.values())
+        lines.append(
+            [way, f"{fmean(scores):.1f} ± {stdev(scores):.1f}", f"{left} of {len(own)}", paired]
+        )
+    return lines
 
 
 def _foretold(found: dict[str, Any]) -> dict[str, Any]:

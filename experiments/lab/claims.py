@@ -61,15 +61,19 @@ class Outcome:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of 95 %, by Student's t over seeds."""
-        reach = STUDENT[min(self.seeds, len(STUDENT) + 1) - 2] * self.error
-        return self.difference - reach, self.difference + reach
+        return confidence(self.difference, self.error, self.seeds)
 
     @property
     def verdict(self) -> str:
         if self.p_above <= LEVEL:
             return CONFIRMED
         return NOT_CONFIRMED if self.p_below <= LEVEL else UNDECIDED
+
+
+def confidence(mean: float, error: float, seeds: int) -> tuple[float, float]:
+    """The interval of 95 %, by Student's t over seeds."""
+    reach = STUDENT[min(seeds, len(STUDENT) + 1) - 2] * error
+    return mean - reach, mean + reach
 
 
 def all_layers(*names: str) -> list[Series]:

