@@ -252,6 +252,21 @@ def test_summary_says_what_each_block_does_and_why_not_more(
     assert "its feed-forward part is exact: Sequential has hooks" in lines["blocks.1"].note
 
 
+def test_a_part_that_differentiates_in_its_forward_pass_trains() -> None:
+    def energy(x: Tensor) -> Tensor:
+        """A force field: minus the gradient of an energy."""
+        (force,) = torch.autograd.grad(F.gelu(x).square().sum() / 2, x, create_graph=True)
+        return force
+
+    plain = Encoder(activation=energy, dropout=0.0, batch_first=True)
+    model = sp.sketch_(copy.deepcopy(plain), Tokens(0.5))
+    x = torch.randn(N, LENGTH, WIDTH)
+    out = model(x)
+    assert torch.equal(out, plain(x))
+    out.square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_hooks_inside_a_block_run_and_gradients_stay_unbiased() -> None:
     model = sp.sketch_(vit(), Tokens(0.3))
     gradients(model)  # the first batch runs both ways

@@ -165,10 +165,10 @@ class SketchedBlock(SketchedModule):
                 if not training:
                     self.eval()
                     call = self.anatomy(*args, **kwargs)  # type: ignore[assignment]
-                # Of activation checkpointing nothing here is to be seen, and no backward follows.
-                with random_state_kept(call.x.device), saved_tensors_hooks(_none, _none):
+                # Of activation checkpointing nothing here is to be seen.
+                with random_state_kept(call.x.device), saved_tensors_hooks(Tensor.detach, _same):
                     exact = _first(plain(*args, **kwargs))
-                with random_state_kept(call.x.device), saved_tensors_hooks(_none, _none):
+                with random_state_kept(call.x.device), saved_tensors_hooks(Tensor.detach, _same):
                     kept = _first(
                         self.result(self.run(call, self.sketching.sketch), *args, **kwargs)
                     )
@@ -399,8 +399,9 @@ def changed(part: RowPart) -> str:
     return f"{name} is not a plain layer"
 
 
-def _none(t: Any) -> Any:
-    """Instead of ``t``: a result that its own node keeps through a hook is never freed."""
+def _same(t: Tensor) -> Tensor:
+    """What was packed. (Packed detached: a result that its own node keeps is never freed.)"""
+    return t
 
 
 def _first(result: Any) -> Tensor:
