@@ -190,7 +190,7 @@ def test_a_filter_and_a_model_sketched_by_hand(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="of which 0 is one"):
+    with pytest.raises(ValueError, match="no budget for step 0"):
         SketchCallback(sp.L1(0.5), schedule={500: 0.1})
     with pytest.raises(TypeError, match="give a sketch with it"):
         SketchCallback(None, filter_fn=lambda module, name: True)

@@ -14,13 +14,20 @@ def test_a_budget_holds_from_its_step_on() -> None:
     schedule = check_schedule({2000: 0.1, 0: 1.0, 500: 16})
     steps = (0, 499, 500, 1999, 2000, 10**9)
     assert [budget_at(schedule, s) for s in steps] == [1.0, 1.0, 16, 16, 0.1, 0.1]
+    assert list(schedule) == [0, 500, 2000]
+    given = {0: 1.0}
+    kept = check_schedule(given)
+    given[5] = 2.0
+    assert kept == {0: 1.0}
 
 
 @pytest.mark.parametrize(
     ("schedule", "says"),
     [
-        *((bad, "of which 0 is one") for bad in ({500: 0.1}, {}, [(0, 1.0)])),
-        *((bad, "from each of some steps") for bad in ({0: 1.0, -5: 0.1}, {0: 1.0, 2.5: 0.1})),
+        *((bad, "no budget for step 0") for bad in ({500: 0.1}, {})),
+        ({0: 1.0, -5: 0.1}, "the step -5, int; steps are integers"),
+        ({0: 1.0, 2.5: 0.1}, "the step 2.5, float; steps are integers"),
+        ({"0": 1.0}, "the step '0', str; steps are integers"),
         ({0: 1.5}, "not a kept fraction"),
         ({0: 0}, "keeps nothing"),
     ],
@@ -28,6 +35,11 @@ def test_a_budget_holds_from_its_step_on() -> None:
 def test_a_bad_schedule_is_refused(schedule, says) -> None:
     with pytest.raises(ValueError, match=says):
         check_schedule(schedule)
+
+
+def test_a_function_is_no_schedule() -> None:
+    with pytest.raises(TypeError, match="give budgets by their first step"):
+        check_schedule(lambda step: 0.5)
 
 
 def test_set_budget_keeps_the_rest_of_each_sketch() -> None:

@@ -19,16 +19,19 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def check_schedule(schedule: Schedule) -> Schedule:
-    """A schedule that has a budget for each step."""
-    steps = list(schedule) if isinstance(schedule, Mapping) else []
-    if 0 not in steps or any(type(step) is not int or step < 0 for step in steps):
-        raise ValueError(
-            f"schedule={schedule!r}; give a budget from each of some steps on, of which 0 is one, "
-            "for example {0: 1.0, 500: 0.1}"
-        )
-    for budget in schedule.values():
-        check_budget(budget)
-    return schedule
+    """A copy in the order of steps, if it has a budget for each step."""
+    example = "for example {0: 1.0, 500: 0.1}"
+    if not isinstance(schedule, Mapping):
+        raise TypeError(f"schedule={schedule!r}; give budgets by their first step, {example}")
+    for step in schedule:
+        if type(step) is not int or step < 0:
+            raise ValueError(
+                f"schedule has the step {step!r}, {type(step).__name__}; steps are integers from 0 "
+                f"on, {example}"
+            )
+    if 0 not in schedule:
+        raise ValueError(f"schedule={schedule!r} has no budget for step 0; {example}")
+    return {step: check_budget(schedule[step]) for step in sorted(schedule)}
 
 
 def budget_at(schedule: Schedule, step: int) -> float | int:
