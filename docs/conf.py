@@ -26,7 +26,7 @@ nitpick_ignore_regex = [
     # Types of our own that a user never writes down.
     (
         r"py:.*",
-        r"sketchprop\..*\.(Filter|Model|RowPart|RowWise|Result|Schedule|Sketched|Stage|Summary|Writer)",
+        r"sketchprop\..*\.(Filter|Model|RowPart|RowWise|Result|Schedule|Sketched|Stage|Summary)",
     ),
 ]
 # Result folders come and go; a page that is not there yet is not an error.

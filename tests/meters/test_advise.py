@@ -30,7 +30,7 @@ HALF = Option("half of the batch", "", 0.52, 0.9, 0.988, 0.01)
 
 def advice(*options, control=HALF):
     known = {repr(sketch): Candidate(sketch) for sketch in (sp.Tokens(0.3), sp.L1(0.3))}
-    return Advice(options, control, 0.1, 2.0, 1.0, 64.0, 8, 70, 12.0, (), known)
+    return Advice(options, control, 0.1, 2.0, 1.0, 64.0, 8, 8, 70, 12.0, (), known)
 
 
 def test_it_advises_the_option_with_the_least_time_to_equal_quality():
@@ -90,14 +90,28 @@ def test_where_the_batches_do_not_show_the_gradient_there_is_no_answer(option):
     assert hidden.headline().startswith("No answer yet: the noise of the batches hides")
     assert "Train exactly for 100 steps and ask again" in hidden.headline()
     assert "Train exactly for 300 steps" in replace(hidden, steps=300).headline()
-    few = replace(hidden, batches=3)
+    assert "for as many steps again and ask" in replace(hidden, steps=None).headline()
+    assert "worth the noise" not in hidden.headline()
+    few = replace(hidden, batches=3, given=3)
     assert few.headline().startswith("No answer yet: 3 batches cannot show the gradient")
+    assert "at least 8" in few.headline()
+    assert "more minutes" in replace(few, given=20).headline()
     # What is not faster, or has no noise, needs no gradient to be held against.
     assert replace(hidden, options=(SLOW,)).headline().startswith("Stay exact")
     free = replace(SLOW, time=0.6, noise=0.0, change=0.6)
     answer = replace(hidden, options=(replace(TOKENS, change=0.55), free))
     assert answer.pays
     assert answer.line == SLOW.line
+
+
+@pytest.mark.parametrize("visible", [0.4, 3.0])
+def test_without_noise_the_time_alone_is_in_doubt(visible):
+    free = replace(TOKENS, time=0.86, noise=0.0, change=0.86, error=0.005)
+    assert free.interval == pytest.approx((0.86, 1.1 * 0.86 + 2 * 0.005))
+    answer = replace(advice(free, SLOW), visible=visible)
+    assert answer.pays
+    answer = replace(advice(replace(free, error=0.1), SLOW), visible=visible)
+    assert answer.headline().startswith("Too close to call: between 14 % less and 15 % more")
 
 
 @pytest.mark.parametrize("tail", [None, 3.0], ids=["normal", "heavy"])
@@ -116,6 +130,35 @@ def test_a_gradient_is_seen_where_there_is_one(tail, optimizer):
 
     assert 3 <= sum(seen(0.0, seed) > VISIBLE for seed in range(200)) <= 30
     assert sum(seen(0.8, seed) > VISIBLE for seed in range(20)) >= 18
+
+
+def test_noise_of_the_loss_is_no_gradient():
+    """Dropout, or a loss that draws: each batch has noise of its own."""
+
+    def seen(seed):
+        torch.manual_seed(seed)
+        batches = [torch.zeros(1, 20) for _ in range(16)]
+        model = nn.Linear(20, 1, bias=False)
+        noisy = partial(meter.Meter, model, lambda m, b: m(torch.randn_like(b)).sum())
+        return noisy(batches, None, seed, 1.0).visible
+
+    assert sum(seen(seed) > VISIBLE for seed in range(40)) <= 11  # binomial, 1 in 10,000
+
+
+def test_candidates_begin_with_the_buffers_that_the_model_has(monkeypatch):
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    seen = []
+    measured = meter.Meter.measured
+
+    def noting(self, *rest):
+        seen.append(int(self.model[1].num_batches_tracked))
+        return measured(self, *rest)
+
+    monkeypatch.setattr(meter.Meter, "measured", noting)
+    batches = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(4)]
+    sp.advise(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batches, minutes=0.02)
+    assert seen
+    assert set(seen) == {0}
 
 
 def test_where_half_of_the_batch_does_more_that_comes_first_and_the_line_for_this_batch_after():

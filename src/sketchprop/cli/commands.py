@@ -34,9 +34,9 @@ def run_advise(options: Namespace) -> int:
     It tries what fits the model: kept tokens, rows by token, whole samples, columns. It times a
     step with each, in turns with exact steps, and measures the noise that each adds. It compares
     the time to equal quality with that of exact training, and with half of the batch. The answer
-    comes first: a line to paste; or, with exit code 1, 'stay exact', 'too close to call', or 'no
-    answer yet', where the batches do not show a gradient. Noise changes during training:
-    --steps 200 trains for 200 steps before it measures.
+    comes first: a line to paste; or, with exit code 1, 'halve the batch', 'stay exact', 'too close
+    to call', or 'no answer yet', where the batches do not show a gradient. Noise changes during
+    training: --steps 200 trains for 200 steps before it measures.
 
     examples:
       sketchprop advise --model vit --minutes 1                  a first look, on random data
@@ -202,7 +202,7 @@ def _trained(options: Namespace, task: Task) -> Iterator[tuple[list[Any], Progre
                 f"{len(batches)} different batch: σ² is a variance between batches, give at least "
                 "two, better eight (--batches)"
             )
-        if len(batches) < min(8, options.batches):
+        if len(batches) < options.batches:
             complain(f"{len(batches)} batches are different, --batches asked for {options.batches}")
         yield batches, line
 

@@ -118,12 +118,14 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "--batches": _option("measure on so many different batches", _positive, 8),
     "--draws": _option("take so many random draws for each batch", _positive),
     "--optimizer": _option(
-        "the one you train with; advise needs it (default: the factory's, or sgd)",
+        "the one you train with (default: the factory's, or sgd)",
         choices=list(OPTIMIZERS),
     ),
     "--learning-rate": _option("its rate (default: 0.1 for sgd, 0.001 for adam)", float),
     "--no-split": _switch("measure V in total, not by layer: much cheaper"),
-    "--rounds": _option("time so many pairs; with 0 FLOPs alone decide", _natural),
+    "--rounds": _option(
+        "time so many pairs of steps; measure: with 0, FLOPs alone decide", _natural
+    ),
     "--minutes": _option("measure for about so long, if there is a limit", float),
     "--same-batch": _switch("the batch size is fixed: do not compare with half of it"),
     "--compile": _switch("compile blocks, kept and exact ones, before they are compared"),

@@ -158,7 +158,7 @@ class Shares:
         autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         together = None if self.alone else _processes()
         self._expected.add(name)
-        made = y.detach()  # a hook that holds y itself would never be freed
+        result = y.detach()  # a hook that holds y itself would never be freed
 
         def arrived(G: Tensor) -> None:
             task = torch._C._current_graph_task_id()
@@ -167,7 +167,7 @@ class Shares:
                 after: Any = torch.autograd.Variable._execution_engine
                 after.queue_callback(lambda: self._measure(together))
             if self.open:
-                given = (made, block, args, kwargs, G.detach(), autocast)
+                given = (result, block, args, kwargs, G.detach(), autocast)
                 self._arrived.setdefault(name, given)
 
         y.register_hook(arrived)  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ Layers = dict[str, nn.Module]
 Filter = Callable[[nn.Module, str], bool]
 """Asked about each layer that can be sketched, or block, with its name."""
 NO_HEAD = (nn.Conv1d, nn.Conv2d, nn.MultiheadAttention, Gate)
+"""What is never the head of a model."""
 ADAPTED = {"lora_A", "lora_B", "original_module"}
 """What PEFT puts beside a model's layers: the factors of LoRA, of a few rows or columns and with
 nothing to save, and the unused originals of layers that it trains as copies."""

@@ -52,7 +52,7 @@ class Sketching:
     tuned: str = ""
     """What a tuner decided, and why."""
     shares: Any = None
-    """Of a block: the ``Shares`` by which a mean budget is shared out."""
+    """Of a block: the ``Shares`` by which one budget is shared out."""
     parts: dict[int, Planner] = field(init=False, default_factory=dict, repr=False)
     """The planners of a layer's second, third, … weight matrix."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import pickle
 from collections.abc import Iterable
 from io import BytesIO
@@ -10,6 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+
+MOST_BYTES = 2**30
+"""Of batches that are held."""
 
 
 class Contents(NamedTuple):
@@ -43,9 +47,18 @@ def contents(batch: Any) -> Contents:
     return Contents(hash((rest, *data)), samples, sum(t.nbytes for t in opened.tensors))
 
 
-def different(batches: Iterable[Any]) -> list[Any]:
-    """Each once, by what it holds."""
-    return list({contents(batch).whole: batch for batch in batches}.values())
+def different(batches: Iterable[Any], fewest: float = math.inf) -> list[Any]:
+    """Each once, by what it holds; beyond ``MOST_BYTES`` no more than ``fewest``."""
+    found: dict[int, Any] = {}
+    room = MOST_BYTES
+    for batch in batches:
+        inside = contents(batch)
+        if inside.whole not in found:
+            found[inside.whole] = batch
+            room -= inside.nbytes
+        if room <= 0 and len(found) >= fewest:
+            break
+    return list(found.values())
 
 
 class _Opened(pickle.Pickler):

@@ -23,12 +23,14 @@ MARGIN = 0.02
 LONGER = 1.2
 """Whole trainings need up to so many times what is predicted: with it the intervals hold four of
 five of those on record (``docs/results/pay``)."""
+OTHER_BATCHES = 1.1
+"""The same where there is no noise: as many steps are needed, and batches differ in their time."""
 VISIBLE = 1.5
 """Standard errors of the gradient's agreement between batches, from which on it is seen."""
 FEWEST_BATCHES = 4
 """Fewer cannot agree that clearly."""
 FREE = 1e-3
-"""Noise below it needs no gradient to be held against."""
+"""Noise below it costs nothing, whatever the gradient is."""
 
 LEAST_STEPS = 100
 """Of exact training, before it is worth asking again."""
@@ -82,7 +84,8 @@ class Option:
     @property
     def interval(self) -> tuple[float, float]:
         """Where four of five whole trainings lie: from noise that costs nothing to ``LONGER``."""
-        return self.time or 0.0, LONGER * _change(self) + 2 * self.error
+        longer = LONGER if self.noisy else OTHER_BATCHES
+        return self.time or 0.0, longer * _change(self) + 2 * self.error
 
     @property
     def numbers(self) -> str:
@@ -107,14 +110,16 @@ class Advice(Report):
     signal: float
     """‖g‖²/σ²."""
     visible: float
-    """Σ of how far each batch's gradient goes along those before it, in standard errors of 0."""
+    """How far the agreement of the batches' gradients is above 0, in standard errors."""
     live: float
     """The share of rows of the gradient that are not zero: below 1 with padding."""
     per_label: float
     """Tokens that share one label: the more, the less noise it is to leave some out."""
     batches: int
-    steps: int
-    """That the optimizer has made."""
+    given: int
+    """Batches, of which time allowed as many as were looked at."""
+    steps: int | None
+    """That the optimizer has made; ``None`` where it does not count."""
     seconds: float
     warnings: tuple[str, ...]
     candidates: Mapping[str, Candidate] = field(repr=False)
@@ -143,7 +148,7 @@ class Advice(Report):
     def answer(self) -> Answer:
         if self.gains:
             return Answer.HALVE if self._half_is_better else Answer.PAYS
-        faster = any((option.time or 1.0) <= 1 - MARGIN for option in self.options)
+        faster = any((option.time or 1.0) <= 1 - MARGIN for option in self.options if option.noisy)
         if 2 * len(self.untried) >= len(self.options) or (self.hidden and faster):
             return Answer.UNKNOWN
         return Answer.CLOSE if self.best and _change(self.best) <= 1 - MARGIN else Answer.STAY
@@ -205,13 +210,16 @@ class Advice(Report):
                 f"the noise of each drowns the gradient; the calmest, {calmest.name}, needs "
                 f"{change_in_words(1 + (calmest.noise or 0.0), 'steps')}"
             )
-        if self.answer == Answer.CLOSE:
-            return f"whole trainings differ from such predictions by more than this; {best.numbers}"
-        if not self.gains:
-            return f"what is saved is not worth the noise; {best.numbers}"
-        if self._half_is_better:
-            return f"half of the batch gains more: {self._half_text}; on the whole {best.numbers}"
-        return best.numbers
+        first = ""
+        if self.answer == Answer.UNKNOWN:
+            first = "what its noise costs is not known; "
+        elif self.answer == Answer.CLOSE:
+            first = "whole trainings differ from such predictions by more than this; "
+        elif not self.gains:
+            first = "what is saved is not worth the noise; "
+        elif self._half_is_better:
+            first = f"half of the batch gains more: {self._half_text}; on the whole "
+        return first + best.numbers
 
     def apply_(self, model: Model) -> Model:
         """Sketches ``model`` as advised, in place; leaves it as it is for 'stay exact'."""
@@ -253,11 +261,14 @@ class Advice(Report):
                 "or smaller batches."
             )
         if self.batches < FEWEST_BATCHES:
-            return f"{self.batches} batches cannot show the gradient; give at least 8, better 32."
+            what = "more minutes" if self.given > self.batches else "at least 8, better 32"
+            return f"{self.batches} batches cannot show the gradient; give {what}."
+        steps = (
+            "as many steps again" if self.steps is None else f"{max(LEAST_STEPS, self.steps)} steps"
+        )
         return (
             "the noise of the batches hides the gradient, as on a plateau. Train exactly for "
-            f"{max(LEAST_STEPS, self.steps)} steps and ask again, or let a short training tell: "
-            f"{_TRIAL}."
+            f"{steps} and ask again, give more batches, or let a short training tell: {_TRIAL}."
         )
 
     @property
@@ -285,12 +296,15 @@ class Advice(Report):
         if self.live < 1:
             note += f" {self.live:.0%} of the gradient's rows are not zero, the others are padding."
         if any(candidate.of_blocks for candidate in self.candidates.values()):
-            note += f" {self.per_label:.0f} tokens share a label: of more, fewer are needed."
+            note += (
+                f" {self.per_label:.0f} tokens share a label: the more do, the fewer are needed."
+            )
         candidates = Table("Candidates", columns, rows, note)
         return [candidates, *([] if self.trial is None else self.trial.tables())]
 
 
 def _gains(option: Option) -> bool:
+    """Whether all of its interval is a gain."""
     return _change(option) <= 1 - MARGIN and option.interval[1] < 1
 
 

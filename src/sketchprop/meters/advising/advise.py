@@ -19,7 +19,7 @@ from ..noise.gradients import Loss
 from ..noise.pace import adaptive, ready, steps_made
 from ..noise.variance import Progress
 from ..restore import check_minutes, check_model, check_sketchable, restored
-from .advice import OUT_OF_TIME, Advice, Option
+from .advice import FEWEST_BATCHES, OUT_OF_TIME, Advice, Option
 from .candidates import candidates, rows_seen
 from .meter import COMPILED, FOR_HALF, LEAST_PASSES, Meter
 from .trial import trial as run_trial
@@ -51,8 +51,8 @@ def advise(
     counts is the time to equal quality over exact: the time of a step, times
     (‖g‖² + σ² + V)/(‖g‖² + σ²) with SGD, or what Adam makes of V (``meters/noise/pace.py``).
 
-    The answer is 'it pays' where whole trainings hardly ever say otherwise; 'stay exact'; 'too
-    close to call'; or 'no answer yet', where the batches do not show the gradient (a plateau).
+    The answer is 'it pays', where whole trainings on record would gain; 'stay exact'; 'too close to
+    call'; or 'no answer yet', where the batches do not show the gradient (a plateau).
 
     ``batches``: at least four different ones, better 32, of a list or a loader; no more are taken.
     V of a batch is held against its own ‖g‖², and one with a huge gradient counts at most as four
@@ -79,10 +79,11 @@ def advise(
     if compile and (trial or not blocks_of(model)):
         why = "trial= trains uncompiled" if trial else "no block is known that Tokens could take"
         raise ValueError(f"compile=True compiles kept tokens: {why}; ask without compile=True")
-    taken = different(islice(iter(batches), MOST_BATCHES))
-    if len(taken) < 2:
+    taken = different(islice(iter(batches), MOST_BATCHES), FEWEST_BATCHES)
+    given = len(taken)
+    if given < 2:
         raise ValueError(
-            f"{len(taken)} different batches were given; σ² is the variance between batches: "
+            f"{given} different batches were given; σ² is the variance between batches: "
             f"give at least four, better {MOST_BATCHES}, as training draws them"
         )
     start = monotonic()
@@ -103,7 +104,9 @@ def advise(
                 )
             meter = Meter(model, loss_fn, taken, optimizer, seed, a_pass)
             buffers.restore()
-            half = meter.half((end - monotonic()) / (len(tried) + 1)) if control else None
+            each = (end - monotonic()) / (len(tried) + 1)
+            half = meter.half(max(each, FOR_HALF * meter.a_pass)) if control else None
+            buffers.restore()
             options = []
             for i, candidate in enumerate(tried):  # the most promising at the cost of the last
                 remaining = end - monotonic()
@@ -120,6 +123,7 @@ def advise(
             live=seen.live,
             per_label=seen.per_label,
             batches=len(taken),
+            given=given,
             steps=steps_made(optimizer),
             seconds=0.0,
             warnings=(),
@@ -128,12 +132,12 @@ def advise(
         told = (
             [busy] * bool(busy) + told + meter.outliers() + _told(advice, seen.labelled, optimizer)
         )
-        outcome = None
+        outcome, seconds = None, monotonic() - start
         if trial:
             best = advice.candidates[advice.closest.name]
             how: Any = {"control": control, "progress": progress, "seed": seed}
             outcome = run_trial(model, loss_fn, batches, optimizer, best, minutes=trial, **how)
-    return replace(advice, warnings=tuple(told), trial=outcome, seconds=monotonic() - start)
+    return replace(advice, warnings=tuple(told), trial=outcome, seconds=seconds)
 
 
 def _check_tried(options: Sequence[Option], told: Sequence[str], minutes: float) -> None:

@@ -79,7 +79,7 @@ class Meter:
         squares, along = [], []
         mean = [torch.zeros_like(p) for p in self.parameters]
         for k, (batch, weight) in enumerate(zip(self.batches, self.weights, strict=True)):
-            seed_generators(self.device, self.seed)
+            seed_generators(self.device, self.seed, k)  # noise in common would look like a gradient
             gradient = one_pass(self.loss_fn, self.model, batch, self.parameters)
             own = [
                 torch.zeros_like(m) if g is None else g for m, g in zip(mean, gradient, strict=True)

@@ -21,7 +21,7 @@ from ...core.stopwatch import timed, unhurried
 from ...core.table import Column, Report, Table, words
 from ...layers.transform import unsketch_
 from ...sketches import AnySketch
-from ..batches import contents, halved
+from ..batches import MOST_BYTES, contents, halved
 from ..noise.estimate import Estimate, jackknife
 from ..noise.gradients import Loss, scalar_loss
 from ..noise.variance import Progress
@@ -40,8 +40,6 @@ HELD = 4
 """Batches that are kept apart."""
 FEWEST = 8
 """Steps that each run must be able to make."""
-MOST_BYTES = 2**30
-"""Of batches that are held."""
 TURN = 0.3
 """Seconds of one turn: shorter ones would meet caches that another model has filled."""
 

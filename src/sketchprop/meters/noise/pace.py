@@ -49,10 +49,10 @@ def ready(optimizer: Any) -> bool:
     return not adaptive(optimizer) or _squares(optimizer)
 
 
-def steps_made(optimizer: Any) -> int:
-    """As many as it counts itself; 0 where it does not."""
+def steps_made(optimizer: Any) -> int | None:
+    """As many as it counts itself; ``None`` where it does not."""
     states = getattr(optimizer, "state", {}).values()
-    return max((int(state["step"]) for state in states if "step" in state), default=0)
+    return max((int(state["step"]) for state in states if "step" in state), default=None)
 
 
 def _squares(optimizer: Any) -> bool:
