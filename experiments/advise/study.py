@@ -41,7 +41,7 @@ OWN: dict[str, tuple[Callable[[bool], Problem], float, int]] = {
 TRIALS = "trials.json"
 ORDER = (
     *("mlp", "gpt", "resnet", "vit", "vit256", "yields", SMALL, "mrpc", "sst2", "sst2-padded"),
-    "documents",
+    *("documents", "reviews"),
 )
 
 

@@ -126,15 +126,15 @@ class Decisions:
 
     def _drop(self, ways: Sequence[Way]) -> None:
         """All kept tokens but the best at its best size; all of them while that is not known."""
-        kept = {way.name for way in ways if way.kept}
+        kept = [way.name for way in ways if way.kept]  # in order: of equal ones the first goes on
         scores = {
             name: max((s.ranked[0][0] for s in self.sides if s.way.name == name and s.ranked),
                       default=None)
             for name in kept
         }  # fmt: skip
         known = {name: score for name, score in scores.items() if score is not None}
-        best = max(known, key=lambda name: known[name]) if len(known) == len(kept) else ""
-        self.dropped = kept - {best}
+        best = max(known, key=lambda name: known[name]) if known and len(known) == len(kept) else ""
+        self.dropped = set(kept) - {best}
 
     def _follow(self, ways: Iterable[Way]) -> None:
         for way in ways:
@@ -248,9 +248,12 @@ class Decisions:
     def _lengths(self, side: Side) -> tuple[float, ...]:
         """All that a way has, at its size. Exact training: all where it is the control; two at its
         best size on validation data, at that of kept tokens and at the published one, which say
-        what others gain there; else the whole time."""
+        what others gain there; else the whole time. With ``best_budget`` two, and the whole time:
+        what others are held against is where it ends."""
         if side.way.name != EXACT:
             return (side.way.shares or self.contest.shares) if self._leads(side) else ()
+        if self.contest.best_budget:
+            return TWO if side.batch == self.control else (1.0,) if side.ended else ()
         if side.batch == self.control:
             return self.contest.shares
         leaders = [*self.best.get(EXACT, [])[:1], *self._lead_size]

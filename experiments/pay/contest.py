@@ -126,8 +126,6 @@ class Contest:
     """Whether of kept tokens at budgets that stay only the best on validation data is reported."""
     ended_sizes: int = 3
     """Batch sizes of exact training that are reported."""
-    compiled: bool = False
-    """Whether the steps that are timed are those of compiled blocks, exact ones too."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     tuning_seeds: tuple[int, ...] = (100,)
     """They choose rates and batch sizes and are not reported: the first tries all rates, the others

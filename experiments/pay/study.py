@@ -50,7 +50,7 @@ class PayStudy(Study):
             help="then run each task's winner and its control in turns and count seconds, which "
             "needs a quiet machine",
         )
-        add("--seconds", type=float, default=120.0, help="how long steps of a task are timed (120)")
+        add("--seconds", type=float, default=600.0, help="how long steps of a task are timed (600)")
         add("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: in this one")
         add("--engine", default="processes", choices=sorted(ENGINES), help="ray: a Ray cluster")
         add(
@@ -92,8 +92,10 @@ class PayStudy(Study):
         if not outcomes:
             raise ExperimentError(f"{out} holds no results; run the command without --stored")
         if options.earnest:
+            keep_pages()
             for contest in asked:
-                _earnest(outcomes[contest.task], out / contest.task, options.quiet)
+                if contest.task in outcomes:
+                    _earnest(outcomes[contest.task], out / contest.task, options.quiet)
         written = [write_csv(out / "summary.csv", summary(outcomes)), *draw_figure(outcomes, out)]
         written += draw_predictions(pairs(outcomes), out)
         return self.finish(written, out, {"preset": name, **facts(outcomes, out)})
@@ -119,6 +121,7 @@ class PayStudy(Study):
         known = {} if options.times else read_json(folder / TIMES, {})
         if missing_kinds(contest, known):
             known = measure_times(contest, known, options.seconds, options.quiet)
+            write_json(folder / TIMES, known)
         write_json(folder / TIMES, {**known, "saved": measure_memory(contest, known)})
         if options.times or not contest.trained:
             return

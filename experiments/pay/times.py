@@ -13,16 +13,15 @@ import torch
 from torch import nn
 
 from sketchprop.core.stopwatch import in_turns
-from sketchprop.layers import compiled
 from sketchprop.meters import saved_bytes
 
 from ..lab.engine import one_thread
 from ..lab.pages import made_on
 from ..lab.problem import Problem
 from ..lab.trainer import Batch, generator, initialised
-from ..tasks.table import TASKS
+from ..tasks.table import PAD, TASKS
 from .contest import Contest
-from .ways import TUNER, find_way, prepared
+from .ways import TUNER, find_way
 
 DRAWN, STEPS = 1500, 3
 """Batches of each size that are looked at, and those of them that are timed together."""
@@ -49,10 +48,7 @@ def measure_times(
     problem = TASKS[contest.task].problem(contest.size == "small")
     batches = {size: typical(problem.draw, size) for size in contest.batches}
     kinds = list(dict.fromkeys([("", contest.middle), *missing_kinds(contest, known)]))
-    if contest.compiled:  # as many graphs as a training of each would have
-        compiled.MOST_GRAPHS = sys.maxsize
-    makes = {sketch: partial(prepared, problem, sketch, contest.compiled) for sketch, _ in kinds}
-    models = {sketch: initialised(make, 0) for sketch, make in makes.items()}
+    models = {sketch: initialised(partial(problem.prepared, sketch), 0) for sketch, _ in kinds}
     if not quiet:
         sys.stderr.write(f"{contest.task}: {len(kinds)} kinds of steps are timed in turns\n")
     with one_thread():
@@ -87,11 +83,12 @@ def typical(draw: Callable[[torch.Generator, int], Batch], size: int) -> list[Ba
     """Batches that stand for all: texts differ in length, and a few drawn at random would make one
     size of batches dearer than another.
 
-    Many are drawn and sorted by their elements; of each part of them comes the one that is nearest
-    to the part's mean.
+    Many are drawn and sorted by their elements, of equal ones by what is padding (a mask takes
+    time, too); of each part of them comes the one that is nearest to the part's mean.
     """
     source = generator("times", 0)
-    sizes = [draw(source, size)[0].numel() for _ in range(DRAWN)]
+    drawn = (draw(source, size)[0] for _ in range(DRAWN))
+    sizes = [x.numel() + float((x != PAD).float().mean()) for x in drawn]
     order = sorted(range(DRAWN), key=lambda i: sizes[i])
     count = DRAWN // STEPS
     chosen = []

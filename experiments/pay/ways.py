@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import sketchprop as sp
-from sketchprop.layers import SketchedModule
 from sketchprop.layers.depth import shares_in
 from sketchprop.tuning.rule import LADDER
 
@@ -105,7 +104,7 @@ def _shared(budget: float) -> Way:
     """What ``Tokens`` is now: a mean that blocks share out."""
     sketch = f"Tokens({budget:g}, share='measured')"
     name, label = f"shared-{budget:g}", f"Tokens({budget:g})"
-    return Way(name, label, sketch, follows=(LEAD,), shares=_TWO)
+    return Way(name, label, sketch, follows=(LEAD,))
 
 
 _WAYS = (
@@ -118,7 +117,7 @@ _WAYS = (
     _kept(0.169, follows=(LEAD, PUBLISHED), shares=_TWO),
     *map(_shared, (0.3, 0.2, 0.1)),
     Way(TUNER, "Tuner", "Tokens(0.3)", TUNER, (EXACT, LEAD), _TWO),
-    Way("tuner-shared", "Tuner", "Tokens(0.3, share='measured')", TUNER, (LEAD,), (1.0,)),
+    Way("tuner-shared", "Tuner", "Tokens(0.3, share='measured')", TUNER, (LEAD,)),
     Way("rows-0.3", "Rows(0.3) by token", 'Rows(0.3, unit="token")', shares=_TWO),
     Way(PEER, "VCAS", "", PEER, (EXACT, LEAD), (1.0,)),
     Way(NONZERO, "rows that are not zero", 'Rows(1.0, by="nonzero")'),
@@ -214,16 +213,3 @@ def _story(log: Sequence[dict[str, Any]], number: str) -> list[Any]:
 
 CONTROLS: dict[str, Callable[..., Steps]] = {TUNER: TunedSteps}
 """Of the ways whose budgets move; runs of ``PEER`` are on record, its code is archived."""
-
-
-def prepared(problem: Problem, sketch: str, compiled: bool = False) -> nn.Module:
-    """A model to be timed; with ``compiled`` its blocks are compiled, and are exact for good where
-    there is no sketch."""
-    if compiled:
-        model = problem.model()
-        sp.sketch_(model, make_sketch(sketch) or sp.Tokens(0.3), problem.inner, compile=True)
-        for module in () if sketch else model.modules():
-            if isinstance(module, SketchedModule):
-                module.sketching.exact = True
-        return model
-    return problem.prepared(sketch)

@@ -22,7 +22,7 @@ from ..lab.figures import label_axes, picture
 from ..lab.pages import made_on, number_text, read_json, write_json
 from ..lab.problem import Problem, trajectory
 from ..lab.study import MeasuredStudy
-from ..tasks.table import TASKS, documents, vit
+from ..tasks.table import TASKS, reviews, vit
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Series:
 
 SERIES = {
     "pictures": Series(_pictures, (16, 64, 256, 1024), "vit256", 150, "-"),
-    "documents": Series(documents, (64, 128, 256, 512), "documents", 20, "--"),
+    "documents": Series(reviews, (64, 128, 256, 512), "reviews", 60, "--"),
 }
 PANELS = ("time of a step", "noise, V/σ² of the worst block", "time at equal noise")
 

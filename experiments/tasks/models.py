@@ -35,14 +35,21 @@ def _transformers() -> Any:
 
 
 class Encoder(nn.Module):
-    """BERT with a linear head on [CLS]; takes padded rows of tokens and nothing else.
+    """BERT with a linear head on [CLS], or on the mean of all tokens; takes padded rows of tokens
+    and nothing else.
 
     No dropout: in a few epochs there is little to overfit, and on a CPU attention with dropout
     leaves the fast kernel.
     """
 
     def __init__(
-        self, outputs: int, pad: int, separator: int, sizes: dict[str, int], frozen: bool = False
+        self,
+        outputs: int,
+        pad: int,
+        separator: int,
+        sizes: dict[str, int],
+        frozen: bool = False,
+        mean: bool = False,
     ) -> None:
         super().__init__()
         transformers = _transformers()
@@ -55,16 +62,21 @@ class Encoder(nn.Module):
             attn_implementation="sdpa",
         )
         self.bert = transformers.BertForSequenceClassification(config)
-        self.pad, self.separator, self.outputs = pad, separator, outputs
+        self.pad, self.separator, self.outputs, self.mean = pad, separator, outputs, mean
         # Half of MiniLM's parameters: a dense update of them takes a third of a step.
         self.bert.bert.embeddings.word_embeddings.weight.requires_grad_(not frozen)
+        self.bert.bert.pooler.requires_grad_(not mean)
 
     def forward(self, tokens: Tensor) -> Tensor:
         mask = tokens != self.pad
         ends = (tokens == self.separator).long()
         second = ((ends.cumsum(1) - ends) > 0) & mask
-        found = self.bert(tokens, attention_mask=mask.long(), token_type_ids=second.long())
-        logits: Tensor = found.logits
+        given = {"attention_mask": mask.long(), "token_type_ids": second.long()}
+        if self.mean:
+            hidden = self.bert.bert(tokens, **given).last_hidden_state * mask.unsqueeze(2)
+            logits: Tensor = self.bert.classifier(hidden.sum(1) / mask.sum(1, keepdim=True))
+        else:
+            logits = self.bert(tokens, **given).logits
         return logits.squeeze(1) if self.outputs == 1 else logits
 
     def load_body(self, weights: dict[str, Tensor]) -> Encoder:
@@ -86,16 +98,16 @@ def yield_encoder() -> Encoder:
     return made.load_body(load(files.YIELDS.read("model.fp16.safetensors")))
 
 
-def minilm(classes: int = 2) -> Encoder:
+def minilm(classes: int = 2, mean: bool = False) -> Encoder:
     """all-MiniLM-L6-v2 with frozen word embeddings."""
     from safetensors.torch import load
 
-    made = Encoder(classes, pad=0, separator=102, sizes=MINILM_SIZES, frozen=True)
+    made = Encoder(classes, pad=0, separator=102, sizes=MINILM_SIZES, frozen=True, mean=mean)
     return made.load_body(load(files.MINILM.read("model.safetensors")))
 
 
-def tiny_encoder(outputs: int, frozen: bool = False) -> Encoder:
-    return Encoder(outputs, pad=0, separator=2, sizes=TINY_SIZES, frozen=frozen)
+def tiny_encoder(outputs: int, frozen: bool = False, mean: bool = False) -> Encoder:
+    return Encoder(outputs, pad=0, separator=2, sizes=TINY_SIZES, frozen=frozen, mean=mean)
 
 
 class CharacterGPT(nn.Module):

@@ -83,6 +83,20 @@ def test_equal_blocks_and_budgets_compile_once(graphs: Counter) -> None:
     assert graphs.frame_count == 5
 
 
+def test_exact_blocks_compile_before_their_budget_is_shared_out(graphs: Counter) -> None:
+    """Kept tokens are compared with them, and what is exact never measures shares."""
+    torch.manual_seed(0)
+    model = zoo.ViT(image=16, dim=16, depth=2, heads=2, hidden=32)
+    sp.sketch_(model, Tokens(0.3), compile=True)
+    with sp.exact(model):
+        step(model)
+        assert graphs.frame_count == 1
+    step(model)  # proves and measures
+    assert graphs.frame_count == 1
+    step(model)
+    assert graphs.frame_count > 1
+
+
 def test_under_checkpointing(graphs: Counter) -> None:
     model = vit()
     for block in model.blocks:

@@ -17,7 +17,7 @@ from experiments.pay.contest import Contest
 from experiments.pay.outcome import Outcome, reached
 from experiments.pay.study import PAY, SCHEMA
 from experiments.pay.times import compared, missing_kinds
-from experiments.pay.ways import TUNER, WAYS, TunedSteps, find_way, prepared
+from experiments.pay.ways import TUNER, WAYS, TunedSteps, find_way
 from experiments.tasks.table import TASKS
 from sketchprop.tuning.rule import LADDER
 
@@ -88,12 +88,17 @@ def test_one_budget_goes_on_at_a_size_that_is_good_for_exact_training_and_pays_f
     assert 8 in tried
     lengths = {key: choice.lengths for key, choice in table.items() if choice.lengths}
     size = max(tried)
-    assert lengths["shared-0.2", size] == (0.5, 1.0)
-    assert lengths["tuner-shared", size] == (1.0,)
+    assert lengths["shared-0.2", size] == lengths["tuner-shared", size] == contest.shares
     assert not any(way == "shared-0.1" for way, _ in lengths)
+    (control,) = (c for c in table.values() if c.role == "control")
+    assert control.lengths == (0.5, 1.0)
     assert not Decisions(contest, costs_of(contest), rows).missing()
     early = [row for row in rows if not row["tested"]][:-4]
     assert not Decisions(contest, costs_of(contest), early).settled
+    even = Decisions(contest, costs_of(contest), played(contest, lambda run: -run.cell.batch))
+    assert even.dropped == {"shared-0.2"}  # of equal ones the first goes on, at each start
+    alone = replace(contest, ways=("exact", "tuner-shared"))
+    assert Decisions(alone, costs_of(alone), []).missing()
 
 
 def test_rates_and_sizes_are_chosen_by_a_seed_that_is_not_reported():
@@ -284,7 +289,7 @@ def test_the_time_to_equal_quality_is_that_of_the_definition():
 
 def test_a_tuner_pays_for_its_probes_and_for_the_budgets_it_chose():
     problem = TASKS["vit"].problem(small=True)
-    model = prepared(problem, "Tokens(0.3)")
+    model = problem.prepared("Tokens(0.3)")
     optimizer = torch.optim.AdamW(model.parameters())
     steps = TunedSteps(model, optimizer, problem, LADDER, steps=5000)
     count = len(steps.units)

@@ -112,6 +112,16 @@ def test_an_encoder_ignores_padding_and_knows_the_second_sentence():
     assert single[1].abs().sum() == 0
 
 
+def test_the_mean_of_all_tokens_leaves_padding_out():
+    torch.manual_seed(0)
+    model = tiny_encoder(2, mean=True).eval()
+    row = torch.tensor([[1, 5, 6, 2]])
+    padded = torch.cat([row, torch.zeros(1, 3, dtype=torch.long)], 1)
+    torch.testing.assert_close(model(row), model(padded))
+    hidden = model.bert.bert(row).last_hidden_state
+    torch.testing.assert_close(model(row), model.bert.classifier(hidden.mean(1)))
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_a_small_task_needs_no_file_and_trains(name, no_files):
     problem = TASKS[name].problem(small=True)
@@ -120,7 +130,7 @@ def test_a_small_task_needs_no_file_and_trains(name, no_files):
     assert found["diverged_epoch"] == 0
     assert found["loss_curve"][0] > 0
     frozen = [n for n, p in trainer.model.named_parameters() if not p.requires_grad]
-    assert bool(frozen) == (name in ("documents", "mrpc", "sst2", "sst2-padded"))
+    assert bool(frozen) == (name in ("documents", "mrpc", "reviews", "sst2", "sst2-padded"))
 
 
 @pytest.mark.parametrize("name", ["yields", "mrpc", "sst2", "gpt"])

@@ -111,11 +111,11 @@ class SketchedBlock(SketchedModule):
         state = self.sketching
         if not state.compiled or torch.compiler.is_compiling() or _leaves_a_graph():
             return self.call(*args, **kwargs)
-        proves = state.proof is None and self.is_sketching() and _can_prove(args, kwargs)
-        measures = state.shares is not None and state.shares.open and _can_prove(args, kwargs)
+        open_shares = state.shares is not None and state.shares.open
+        first = (state.proof is None or open_shares) and self.is_sketching()
         # A compiled graph does not see a hook or a method that is put on a part later.
         changed = any(map(watched, vars(self)["_modules"].values()))
-        if proves or measures or changed or not can_compile(self):
+        if (first and _can_prove(args, kwargs)) or changed or not can_compile(self):
             return self.call(*args, **kwargs)
         return run_compiled(self, *args, **kwargs)
 
