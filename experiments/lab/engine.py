@@ -93,8 +93,9 @@ def missing_jobs(
     checkpoints: Path | None = None,
     machine: Machine = HERE,
 ) -> list[Job]:
-    """Stacks of the runs that are not stored, widened grids included; the longest first, but where
-    learning rates are halved in the order of the figures, and whole seeds in each."""
+    """Stacks of the runs that are not stored, widened grids included: seed by seed, so that what is
+    known at any time is balanced, the longest first; where learning rates are halved in the order
+    of the figures, and whole seeds in each."""
     scores = {row["run"]: row["validation_accuracy"] for row in rows}
     jobs: list[Job] = []
     for point in points:
@@ -104,7 +105,12 @@ def missing_jobs(
         kept = None if checkpoints is None else Checkpoints(checkpoints, every)
         stacks = (tuple(missing[i : i + size]) for i in range(0, len(missing), size))
         jobs += [Job(runs, kept, machine) for runs in stacks]
-    return sorted(jobs, key=lambda job: -job.cost if job.runs[0].cell.together == 1 else 0.0)
+
+    def order(job: Job) -> tuple[int, float]:
+        first = job.runs[0]
+        return (first.seed, -job.cost) if first.cell.together == 1 else (0, 0.0)
+
+    return sorted(jobs, key=order)
 
 
 def execute(job: Job) -> list[Row]:
