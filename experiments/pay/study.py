@@ -13,6 +13,7 @@ from pathlib import Path
 from sketchprop.core.allocator import keep_pages
 
 from ..lab import ExperimentError
+from ..lab.checkpoints import FOLDER, Checkpoints
 from ..lab.engine import ENGINES, Job, progress_lines, run_sweep
 from ..lab.pages import read_json, write_csv, write_json
 from ..lab.store import Store, rows_so_far, write_table
@@ -149,7 +150,8 @@ def _earnest(outcome: Outcome, folder: Path, quiet: bool) -> None:
     winner = best(outcome)
     if winner is not None and winner[1].value <= 1:
         known, keep = read_json(folder / EARNEST, {}), partial(write_json, folder / EARNEST)
-        run_in_earnest(outcome, winner[0], winner[1].value, known, quiet, keep)
+        saved = Checkpoints(folder / FOLDER)
+        run_in_earnest(outcome, winner[0], winner[1].value, known, quiet, keep, saved)
 
 
 def _plan(contest: Contest, folder: Path) -> str:

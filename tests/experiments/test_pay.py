@@ -8,9 +8,10 @@ import torch
 
 from experiments.__main__ import main
 from experiments.lab import ExperimentError
-from experiments.lab.checkpoints import Checkpoint
+from experiments.lab.checkpoints import Checkpoint, Checkpoints
 from experiments.lab.store import read_rows
 from experiments.lab.sweep import Run
+from experiments.lab.trainer import Trainer
 from experiments.pay import earnest, predictions
 from experiments.pay.choices import CONTROL, Decisions, missing_jobs, read_choices, write_choices
 from experiments.pay.contest import Contest
@@ -353,18 +354,46 @@ def test_by_the_clock_each_seed_is_kept_and_none_is_run_twice(monkeypatch):
     curve = next(c for c in outcome.curves if c.way.name == "tokens-0.3")
     kept, ran = [], []
 
-    def one_seed(outcome, curve, share, seed, quiet):
+    def one_seed(outcome, curve, share, seed, quiet, saved):
         ran.append(seed)
         return {"seconds": [10.0, 4.0 + 4 * seed], "quality": [50.0, 50.0]}
 
     monkeypatch.setattr(earnest, "_one_seed", one_seed)
-    earnest.run_in_earnest(outcome, curve, 0.5, {}, True, kept.append)
+    earnest.run_in_earnest(outcome, curve, 0.5, {}, True, kept.append, None)
     assert [found["ratio"] for found in kept] == [0.4, 0.6]
-    earnest.run_in_earnest(outcome, curve, 0.5, kept[0], True, kept.append)
+    earnest.run_in_earnest(outcome, curve, 0.5, kept[0], True, kept.append, None)
     assert ran == [0, 1, 1]
     assert kept[-1] == kept[1]
-    earnest.run_in_earnest(outcome, curve, 0.6, kept[0], True, kept.append)
+    earnest.run_in_earnest(outcome, curve, 0.6, kept[0], True, kept.append, None)
     assert ran == [0, 1, 1, 0, 1]  # another share: all anew
+
+
+def test_stopped_by_the_clock_both_go_on_where_they_were(monkeypatch, tmp_path):
+    contest = replace(CONTEST, ways=("exact", "tokens-0.3"))
+    outcome = outcome_of(contest, played(contest, lambda run: 50.0))
+    curve = next(c for c in outcome.curves if c.way.name == "tokens-0.3")
+    saved, given = Checkpoints(tmp_path / "checkpoints", every=0.0), (outcome, curve, 0.5, 0, True)
+    taken, plain = [], Trainer.train_step
+
+    def counted(trainer, stop=math.inf):
+        if len(taken) == stop:
+            raise KeyboardInterrupt
+        taken.append(trainer)
+        return plain(trainer)
+
+    monkeypatch.setattr(Trainer, "train_step", counted)
+    whole = earnest._one_seed(*given, Checkpoints(tmp_path / "other"))
+    steps = len(taken)
+    taken.clear()
+    monkeypatch.setattr(Trainer, "train_step", lambda trainer: counted(trainer, 7))
+    with pytest.raises(KeyboardInterrupt):
+        earnest._one_seed(*given, saved)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+    taken.clear()
+    monkeypatch.setattr(Trainer, "train_step", counted)
+    assert earnest._one_seed(*given, saved)["quality"] == whole["quality"]
+    assert len(taken) == steps - 7
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_what_was_predicted_is_held_against_exact_training_at_the_same_batch(tmp_path, monkeypatch):
