@@ -1,10 +1,9 @@
 """What is in the Markdown pages: code blocks, commands, links, headings.
 
 The fenced blocks ``python`` of a page are run, in order and as they stand: nothing that they need
-is hidden. One that cannot be run says why: ``<!-- not run: needs two machines -->``. What a block
-prints may stand below it, in a block ``text`` after ``<!-- output -->`` (the same but for
-numbers) or ``<!-- output of one run -->`` (words may differ too, as the advice of a meter does).
-``python docs/show_outputs.py`` writes it there.
+is hidden. What a block prints may stand below it, in a block ``text`` after ``<!-- output -->``
+(the same but for numbers) or ``<!-- output of one run -->`` (words may differ too, as the advice of
+a meter does). ``python docs/show_outputs.py`` writes it there.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 
 _FENCE = re.compile(r"^(`{3,})(\S*)\n(.*?)^\1`*$", re.MULTILINE | re.DOTALL)
-_NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\n\Z")
 _OUTPUT = re.compile(r"<!-- output( of one run)? -->\n\Z")
 _LINK = re.compile(r"(?<!\\)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 
@@ -35,7 +33,6 @@ class Block:
     line: int
     language: str
     code: str
-    not_run: str = ""
     output: str = ""
     """How a block shows what the one before it prints: ``"same"``, ``"one run"`` or not at all."""
 
@@ -55,11 +52,10 @@ def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     found = []
     for match in _FENCE.finditer(text):
-        reason = _NOT_RUN.search(text[: match.start()])
         shown = _OUTPUT.search(text[: match.start()])
         output = "" if not shown else "one run" if shown[1] else "same"
         line = text.count("\n", 0, match.start()) + 2
-        found.append(Block(page, line, match[2], match[3], reason[1] if reason else "", output))
+        found.append(Block(page, line, match[2], match[3], output))
     return found
 
 
@@ -71,7 +67,7 @@ def run(page: Path) -> Iterator[tuple[Block, str]]:
     sys.modules["page"] = module
     try:
         for block in blocks(page):
-            if block.language == "python" and not block.not_run:
+            if block.language == "python":
                 lines = "\n" * (block.line - 1) + block.code
                 printed = io.StringIO()
                 with contextlib.redirect_stdout(printed):

@@ -21,16 +21,9 @@ def test_a_few_seconds_of_it(tmp_path):
     """In a pipe: progress with the time left, table, picture, sentence."""
     picture = tmp_path / "demo.png"
     small = ["--length", "16", "--blocks", "1", "--batch-size", "8", "--held-out", "16"]
+    command = [sys.executable, ROOT / "demo/kept_tokens.py", "--seconds", "4", *small]
     run = subprocess.run(
-        [
-            sys.executable,
-            ROOT / "demo/kept_tokens.py",
-            "--seconds",
-            "4",
-            *small,
-            "--output",
-            picture,
-        ],
+        [*command, "--output", picture],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -38,9 +31,7 @@ def test_a_few_seconds_of_it(tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    told = re.findall(
-        r"^loss after .*exact \d.*Tokens\(0\.2\) \d.* (\d+) s left$", run.stdout, re.M
-    )
+    told = re.findall(r"^loss after .*exact \d.*Tokens\(0\.2\) \d.* \d+ s left$", run.stdout, re.M)
     assert 1 <= len(told) < 30
     assert "\r" not in run.stdout
     rows = re.findall(

@@ -41,10 +41,6 @@ def test_the_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
             torch.distributed.destroy_process_group()
 
 
-def test_no_block_is_left_out():
-    assert not [b.where for p in pages() for b in blocks(p) if b.not_run]
-
-
 class _ParsedError(Exception):
     """Raised in place of running a command whose arguments were understood."""
 
@@ -116,16 +112,6 @@ def test_a_command_can_be_typed_as_shown(command, parse_only):
                 parse_sketches([text])
             except UsageError as error:
                 pytest.fail(f"{command}: {error}")
-
-
-def test_make_targets_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    for page in pages():
-        for block in blocks(page):
-            for command in commands(block) if block.language in SHELL else ():
-                if command.startswith("make "):
-                    target = command.split()[1]
-                    assert re.search(rf"^{target}:", makefile, re.M), f"{block.where}: {command}"
 
 
 # -- the paper map ---------------------------------------------------------------------------

@@ -9,22 +9,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
+from law_table import METHODS
 from sketchprop.core.cost import Size
 from sketchprop.layers import SketchedModule
 from sketchprop.meters import measure_flops
 from sketchprop.meters.cost.shapes import recorded_uses
 
-SKETCHES = [
-    sp.ColumnMask,
-    sp.SampleMask,
-    sp.ElementMask,
-    sp.L1,
-    sp.L2,
-    sp.Variance,
-    sp.Diagonal,
-    sp.GradientSVD,
-    sp.RankConstrained,
-]
+SKETCHES = METHODS[:-2]  # those of the paper
 SHAPES = [(32, 24, 40), (24, 40, 16), (20, 20, 20), (12, 30, 11)]
 
 
