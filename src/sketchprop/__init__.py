@@ -2,19 +2,19 @@
 
     import sketchprop as sp
     print(sp.advise(model, loss_fn, batches))   # what to type for this model, or to stay exact
-    sp.sketch_(model, sp.Tokens(0.2))           # backward on two tokens of ten
+    sp.sketch_(model, sp.Tokens(0.2))           # backward on a fifth of the tokens
     ...                                         # train as before
 
-replaces exact vector-Jacobian products by random ones whose mean is exactly the true gradient and
-whose cost is a fraction.
+The backward pass then computes random vector-Jacobian products. They cost a fraction of the exact
+ones, and their mean is exactly the true gradient.
 
-What one does: sketch_, unsketch_, exact, set_budget_, summary, validate; select.everything.
-What one draws: Tokens for the blocks of a transformer, Rows and the paper's methods for layers.
-What one asks: advise, trial, plan, measure, check_unbiased; Tuner asks while a model trains.
-What one builds with: branch, kept_attention, sketched_linear, gate, Gate, sketchable.
+Apply: sketch_, unsketch_, exact, set_budget_, summary, validate; select.everything.
+Sketches: Tokens for the blocks of a transformer, Rows and the paper's methods for single layers.
+Measure: advise, trial, plan, measure, check_unbiased; Tuner measures while a model trains.
+Build with: branch, kept_attention, sketched_linear, gate, Gate, sketchable.
 
-All else is imported from its module: planners and kinds of sketches from sketchprop.sketches, what
-a sketch sees from sketchprop.core.vjp, layers from sketchprop.layers.
+Import all else from its module: planners and base classes of sketches from sketchprop.sketches, Vjp
+from sketchprop.core.vjp, layers from sketchprop.layers.
 """
 
 import warnings as _warnings
@@ -52,13 +52,13 @@ from .tokens.attention import kept_attention
 from .tuning import Tuner
 
 __all__ = [  # noqa: RUF022 - by groups, in the order in which help() shows them
-    # what one does
+    # apply
     "sketch_", "unsketch_", "exact", "set_budget_", "summary", "validate", "select",
-    # what one draws
+    # sketches
     "Tokens", "Rows", "L1", "L2", "Variance", "Diagonal", "GradientSVD", "RankConstrained",
     "ColumnMask", "SampleMask", "ElementMask", "Sketch", "Split",
-    # what one asks
+    # measure
     "advise", "trial", "plan", "measure", "check_unbiased", "Tuner",
-    # what one builds with
+    # build with
     "branch", "kept_attention", "sketched_linear", "gate", "Gate", "sketchable",
 ]  # fmt: skip

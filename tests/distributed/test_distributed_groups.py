@@ -161,7 +161,7 @@ def test_a_layer_left_out_on_one_rank_is_an_error_within_the_timeout(faults) -> 
 
 def test_a_neighbour_that_is_not_sketched_is_named(faults) -> None:
     first, second = of(faults["plain_neighbour"], plain_neighbour)
-    assert second["error"].startswith("TimeoutError: stage 0 has not said how it sketches")
+    assert second["error"].startswith("TimeoutError: stage 0 has not announced a sketch")
     assert first["error"]
     assert max(first["seconds"], second["seconds"]) < 6 * SECONDS
 

@@ -145,7 +145,7 @@ def test_the_answer_is_plain_data_and_a_table():
     assert data["compared"]["L1(0.9)"]["gain"]["value"] == found.gain("L1(0.9)").value
     assert len(data["ways"][1]["curves"]) == 2
     text = str(found)
-    assert "losses on 4 batches kept apart" in text
+    assert "Losses are on 4 held-out batches" in text
     assert str(found.different) in text
     with pytest.raises(KeyError, match=r"'L1\(0.9\)'"):
         found.way("L2")

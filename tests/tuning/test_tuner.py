@@ -306,7 +306,7 @@ def test_bad_options_are_refused():
     model = wide()
     for options, message in [
         ({"share": 0}, "share=0"),
-        ({"start": 0.6}, "no rung"),
+        ({"start": 0.6}, "give one of"),
         ({"groups": 0}, "groups=0"),
         ({"steps": 0}, "steps=0"),
     ]:

@@ -15,12 +15,12 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
 def keep_pages(top_pad: int = 256 << 20) -> bool:
-    """Tells the C allocator to reuse its pages; ``True`` if it was understood.
+    """Tells the C allocator to reuse its pages; returns ``True`` if that worked.
 
     Call it once, before the first large tensor is made. ``top_pad``: bytes to ask of the system
-    at a time. The same as starting Python with ``MALLOC_MMAP_MAX_=0``, ``MALLOC_TRIM_THRESHOLD_``
-    and ``MALLOC_TOP_PAD_`` in the environment. Elsewhere than on Linux with the GNU C library,
-    and for memory of accelerators, it does nothing and returns ``False``.
+    at a time. It has the effect of starting Python with ``MALLOC_MMAP_MAX_=0``,
+    ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_TOP_PAD_`` in the environment. Without Linux and the GNU
+    C library it does nothing and returns ``False``. Memory of accelerators stays as it is.
 
     >>> kept = keep_pages()
     """

@@ -117,7 +117,7 @@ class _Layer:
 
 
 class SharedDraws:
-    """What ``share_draws_`` has set up; ``counter`` counts the bytes that this rank reduces."""
+    """The handle from ``share_draws_``; ``counter`` counts the bytes that this rank reduces."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.counter = WireCounter()
@@ -141,7 +141,7 @@ class SharedDraws:
     def reduce_densely_once(self) -> None:
         """Makes the next step's gradients dense on all ranks, whichever rank calls it.
 
-        For a step with uses of a layer that its draw does not know, for example under ``exact``.
+        Call it before a step that uses a layer without its shared draw, as under ``exact``.
         """
         self._dense_next = True
 
@@ -231,14 +231,15 @@ class SharedDraws:
 def share_draws_(model: DistributedDataParallel) -> SharedDraws:
     """Makes ``model`` all-reduce only the kept rows of its sketched linear layers' gradients.
 
-    Registers a communication hook (DDP takes one) and returns what counts its bytes. The first
-    step is dense; from then on a layer's probabilities come from the last step's weights, with a
-    floor that keeps them unbiased. Call it on every rank, after ``sketch_`` and before training.
+    Registers a communication hook (DDP takes one) and returns a ``SharedDraws``, which counts its
+    bytes. The first step is dense. Then a layer's probabilities come from the importance in the
+    last step, with a floor, so that the gradient stays unbiased. Call it on every rank, after
+    ``sketch_`` and before training.
 
-    Kept rows are for linear layers with a column sketch (L1, L2, Diagonal, ...) and draws of a
-    fixed size. All else is reduced densely: biases, other layers, tied weights, weights that
-    the first step finds in any exact use or above themselves, and everything under
-    ``model.join()`` and after it (torch does not say when it has ended).
+    Only linear layers with a column sketch (L1, L2, Diagonal, ...) of a fixed size send kept rows.
+    All else is reduced densely: biases, other layers, tied weights, weights that the first step
+    uses exactly or twice, and everything under ``model.join()`` and after it (torch does not say
+    when it has ended).
 
     **It costs variance.** Independent draws, the default of DDP, average out over the ranks: the
     noise that sketches add falls with their number. A shared draw does not: where the ranks'

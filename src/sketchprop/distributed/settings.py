@@ -48,8 +48,8 @@ class Settings:
             self._store.wait([self._key(other)], PATIENCE)
         except RuntimeError as problem:
             raise TimeoutError(
-                f"stage {other} has not said how it sketches, and stage {self._index} sends "
-                f"{self._mine}: sketch every stage alike, or none"
+                f"stage {other} has not announced a sketch, and stage {self._index} sends "
+                f"{self._mine}: call sketch_stage_ alike on every stage, or on none"
             ) from problem
         theirs = self._store.get(self._key(other)).decode()
         if theirs != self._mine:

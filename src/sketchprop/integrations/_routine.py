@@ -21,14 +21,13 @@ from ..tuning import Tuner
 class SketchOptions:
     """What every callback takes.
 
-    ``sketch``, ``filter_fn`` and ``planner``: as for ``sketch_``; ``None`` leaves the model as it
-    comes. ``schedule``: the budget of all sketched layers by step, ``{0: 1.0, 500: 0.3}``.
-    ``tuner(model, optimizer)``: makes a ``Tuner``, which then moves the budgets and is told how
-    many steps there are; its state is in the trainer's checkpoints. With ``frozen=True`` it moves
-    nothing, and measures the noise that the sketches add.
+    ``sketch``, ``filter_fn`` and ``planner``: as for ``sketch_``; ``sketch=None`` leaves the model
+    as it is. ``schedule``: the budget of all sketched layers by step, ``{0: 1.0, 500: 0.3}``.
+    ``tuner``: a function ``(model, optimizer) -> Tuner``. The tuner gets the number of steps, and
+    the trainer's checkpoints hold its state. With ``frozen=True`` it only measures noise.
     ``rows``: samples × tokens of a forward pass, for which kept FLOPs are counted.
 
-    Whatever there is to log joins the logs that the trainer makes.
+    All values are added to the trainer's own logs.
     """
 
     tuner: Tuner | None = None

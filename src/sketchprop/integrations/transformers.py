@@ -27,14 +27,13 @@ _TUNER, _SHARES = "sketchprop_tuner", "sketchprop_shares"
 class SketchCallback(SketchOptions, TrainerCallback):
     """Sketches the model when training begins, follows a schedule, logs what is kept.
 
-    The budget is a function of ``state.global_step`` and draws come from the random state that
-    ``Trainer`` saves: a resumed run needs the same callback, nothing else, and is bitwise the
-    run that was not stopped.
+    The budget is a function of ``state.global_step``, and ``Trainer`` saves the random state of
+    the draws. A run that is resumed with the same callback is bitwise the run without a stop.
 
-    Values join the log they belong to: in ``state.log_history``, the progress bar and every
-    reporter (TensorBoard, ...), in whatever order the callbacks were given to ``Trainer``.
+    Values appear in ``state.log_history``, the progress bar and every reporter (TensorBoard, ...),
+    whatever the order of the callbacks.
 
-    A ``tuner`` is called after each step with what the model was called with, a dict:
+    A ``tuner`` is called after each step with the model's keyword arguments, a dict:
     ``loss_fn = lambda model, batch: model(**batch).loss``.
 
         Trainer(model, args, callbacks=[SketchCallback(Tokens(0.3))])

@@ -190,7 +190,7 @@ class SketchedBlock(SketchedModule):
                 for buffer, value in buffers.items():
                     if not torch.equal(buffer, value):  # an earlier block may have saved it
                         buffer.copy_(value)
-        return "its result on kept tokens is not its own: it computes something else than is known"
+        return "its result on kept tokens differs from the exact one: it does more than is known"
 
     def result(self, y: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What forward returns, from the last branch's result ``y: [N, T, d]``."""
@@ -424,7 +424,7 @@ def _unproven(kind: type) -> bool:
     if of_library(kind):
         return False
     warnings.warn(
-        f"{kind.__name__} is compiled before a batch has proved it, and stays exact: call the "
+        f"{kind.__name__} was compiled before its check on a first batch, and stays exact: run the "
         "model on a batch before torch.compile, or sketch_(..., check=False) if you are sure",
         stacklevel=2,
     )

@@ -65,7 +65,7 @@ class _TorchBlock(SketchedBlock):
         drops = [_in_turn(m) if turn else m for m in (self.dropout, drop)]
         f = (self.linear1, self._activation(), drops[0], self.linear2, drops[1])
         attention = self._attention(x, mask, padding, is_causal)
-        why = "nn.MultiheadAttention with hooks, keys of its own or projections apart"
+        why = "nn.MultiheadAttention with hooks, add_bias_kv, add_zero_attn, kdim or vdim"
         return Anatomy(x, attention, plain, (self.norm1, norm), f, self.norm_first, apart=why)
 
     def _attention(

@@ -115,7 +115,7 @@ class _TransformersBlock(SketchedBlock):
         layout: _Layout = self.layout
         attention = _part(self, layout.attention)
         if len(args) > len(layout.places):
-            return "arguments by place that are not known there"
+            return "it got more positional arguments than are known: give them by name"
         given = {"attention_mask": None, **dict(zip(layout.places, args, strict=False)), **options}
         mask, cached = given["attention_mask"], given.get("past_key_values")
         others = {name: value for name, value in given.items() if name not in layout.allowed}
@@ -207,7 +207,7 @@ def _refused(x: Any, attention: Any, options: dict[str, Any]) -> str:
         return "output_attentions=True: all weights of attention are asked for"
     for name, value in options.items():
         if name not in _HARMLESS and value is not None and value is not False:
-            return f"{name} was given, which kept tokens do not know"
+            return f"kept tokens do not support the argument {name}"
     return ""
 
 
@@ -362,8 +362,8 @@ def _too_old(version: str) -> bool:
     old = TorchVersion(version) < OLDEST
     if old:
         warnings.warn(
-            f"transformers {version} is too old for kept tokens, which need {OLDEST}: its blocks "
-            "are not known, and Tokens gives their linear layers Rows",
+            f"transformers {version} is too old for kept tokens: Tokens sketches its linear layers "
+            f"by Rows instead of whole blocks; install transformers {OLDEST} or newer",
             stacklevel=2,
         )
     return old

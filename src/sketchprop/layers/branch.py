@@ -37,16 +37,16 @@ def branch(
     f's vjp runs on those alone: dx = Σ J_bᵀ g_b/p_b over the kept rows, and the gradients of f's
     parameters likewise. Their means are the exact gradients.
 
-    If no more rows have a gradient than are kept (padding, ignored labels), it is exact.
+    If at most r rows have a gradient (padding, ignored labels), the gradient is exact.
     Cost of backward: ``budget`` times that of f. ``save="activations"`` keeps the results of f's
     products. ``"input"`` keeps x alone and computes them again on the kept rows, with the memory
-    of activation checkpointing; f runs again in any case unless it is made of plain torch layers.
+    of activation checkpointing. Unless f is made of plain torch layers, it always runs again.
 
-    ``residual``: x + f(x), at the cost of one pass over the gradient less than adding it outside.
+    ``residual``: returns x + f(x), with one pass over the gradient less than adding x outside.
     ``parameters``: those that f uses, if f is a function; a module brings its own.
-    ``check``: try f on three rows by themselves, and refuse one that mixes rows or draws random
-    numbers. Plain torch layers are not tried: they are row-wise by construction and keep their
-    masks of dropout. Only they can be compiled.
+    ``check``: tests f on three single rows, and raises if it mixes rows or draws random numbers.
+    Plain torch layers need no test: they are row-wise and keep their dropout masks. Only they can
+    be compiled.
     If the budget keeps everything this is ``f(x)`` itself. Draws come from ``uniforms``.
 
     >>> mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))

@@ -249,17 +249,17 @@ def shares_in(model: nn.Module) -> list[Shares]:
 
 
 def shares_of(model: nn.Module) -> dict[str, list[float]]:
-    """What was measured, by block: numbers for a checkpoint; empty before the first backward pass.
+    """The measured numbers of each block, for a checkpoint; empty before the first backward pass.
 
-    torch.save({"model": model.state_dict(), "shares": shares_of(model)}, path)
+    Save them: ``torch.save({"model": model.state_dict(), "shares": shares_of(model)}, path)``.
     """
     return {name: own for shares in shares_in(model) for name, own in shares.blocks.items()}
 
 
 def load_shares_(model: nn.Module, blocks: Mapping[str, Sequence[float]]) -> None:
-    """Shares budgets out by what ``shares_of`` gave, and measures no more.
+    """Distributes budgets over blocks by the numbers of ``shares_of``, without measuring again.
 
-    For a model that was sketched as it was then: the budgets are the same ones.
+    If the model is sketched as it was then, its blocks get the same budgets.
     """
     for shares in shares_in(model):
         found = {name: list(blocks[name]) for name in shares.states if name in blocks}

@@ -12,10 +12,10 @@ from .sketched import SketchedModule
 
 
 class Gate(nn.Module):
-    """Returns its input: a place in a model for ``sketch_`` to sketch the gradient that passes.
+    """An identity layer: it marks a place in a model where ``sketch_`` sketches the gradient.
 
-    ``columns`` of G, the size of dimension ``dim`` of its input; all other dimensions are rows.
-    It has no weight and saves nothing: it is there to put noise at a node, and to measure it.
+    ``columns``: the size of dimension ``dim``, the columns of G; all other dimensions are rows.
+    It has no weight and saves no time: use it to add noise at a node, and to measure it.
 
     >>> from sketchprop import L1, sketch_
     >>> sketch_(nn.Sequential(nn.Conv2d(3, 8, 3), Gate(8, dim=1), nn.ReLU()), {"1": L1(0.5)})[1]

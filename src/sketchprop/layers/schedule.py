@@ -45,7 +45,7 @@ def budget_at(schedule: Schedule, step: int) -> float | int:
 def set_budget_(model: Model, budget: float | int) -> Model:
     """Gives every sketched layer of ``model`` the budget, in place, and returns the model.
 
-    The rest of each sketch stays; blocks share the new budget as they shared the old one. Call it
+    All other options stay. Blocks that share a budget distribute the new one as before. Call it
     between steps: activation checkpointing replays a forward pass in backward, and both must see
     the same budget.
 

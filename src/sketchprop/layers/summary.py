@@ -33,8 +33,8 @@ class LayerSummary:
     which has none."""
     note: str = ""
     saved: float = 1.0
-    """Rows of the input that this layer keeps for dW, as a share. What another operation keeps
-    alive is not freed: ``meters.saved_bytes`` counts by unique storage."""
+    """The share of the input's rows that this layer saves for dW. Memory that another operation
+    holds, too, is not freed: ``meters.saved_bytes`` counts each storage once."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Summary(Report):
 
 
 def summary(model: nn.Module, rows: int = 128) -> Summary:
-    """Has a line for each weight matrix and gate: its sketch, what is kept, or why it is exact.
+    """Lists each weight matrix and gate: its sketch and the share it keeps, or why it is exact.
 
     ``rows``: the number of rows (samples × tokens) for which FLOPs are counted.
 

@@ -43,23 +43,23 @@ def sketch_(
     ``sketch``: one sketch, or a mapping from name patterns (``*``, ``?``, ``[...]``) to sketches.
     The first pattern that matches a layer's name decides; ``None`` leaves the layer exact.
     ``Tokens`` takes whole blocks of a transformer.
-    ``filter_fn``: a function ``(module, name) -> bool``, which layers are taken. By default these
-    are all layers but the last linear one and the small factors of LoRA adapters
-    (``select.everything`` takes these, too); with a mapping, all that a pattern matches. A sketched
-    layer gets the new sketch. ``summary`` says why a layer was left exact.
+    ``filter_fn``: a function ``(module, name) -> bool`` that picks layers. By default
+    ``Tokens`` picks the blocks, and other sketches pick all layers but the last linear one and the
+    small factors of LoRA adapters; ``select.everything`` picks these, too. With a mapping, its
+    patterns pick. A new sketch replaces the old one. ``summary`` says why a layer stayed exact.
 
-    ``planner``: who makes the atoms, and when. ``Every(50)`` makes new ones every 50 steps,
-    ``Every(1, rows=0.1)`` in each step from a tenth of the rows; by default each step makes new
-    ones from all of the gradient. Each layer gets its own planner.
-    ``check``: each block runs its first batch both ways, exactly and on kept tokens. If results or
+    ``planner``: when to compute the atoms (columns or directions with their probabilities), and
+    from which rows. By default each step computes them from all rows. ``Every(50)`` does so every
+    50 steps, ``Every(1, rows=0.1)`` from a tenth of the rows. Each layer gets its own planner.
+    ``check``: each block runs its first batch twice, exactly and on kept tokens. If results or
     the tensors that get a gradient differ, the block stays exact, with a warning.
-    ``compile``: ``torch.compile`` compiles the blocks that ``Tokens`` takes, in place, each kind
-    and each budget once, from the second training step on. A block that does not compile runs as
-    it is, with a warning. Inside of ``torch.compile(model)`` this changes nothing.
+    ``compile``: compiles the blocks that ``Tokens`` takes, in place, from the second training step
+    on; each class and budget compiles once. A block that does not compile runs uncompiled, with a
+    warning. Inside of ``torch.compile(model)`` this changes nothing.
 
-    It takes linear layers, convolutions (larger kernels by column sketches such as L1 or by
-    ``Rows`` of whole samples), ``nn.MultiheadAttention``, transformers' ``Conv1D`` and layers made
-    ``sketchable``. Only classes change: parameters, ``state_dict`` keys, hooks and optimizers stay.
+    It knows linear layers, convolutions, ``nn.MultiheadAttention``, transformers' ``Conv1D`` and
+    layers made ``sketchable``. Convolutions with larger kernels need a column sketch such as L1, or
+    ``Rows``. Only classes change: parameters, ``state_dict`` keys, hooks and optimizers stay.
 
         sketch_(model, Tokens(0.3))               # the blocks of a transformer
         sketch_(model, {"encoder.*": Tokens(0.3), "head": Rows(0.5)})

@@ -27,11 +27,11 @@ Level = Literal["error", "harm", "waste"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about one module: what is the matter, and what to do.
+    """One problem of one module, and what to do about it.
 
-    ``level``: an ``"error"`` means gradients that are wrong, or something that was asked for and
-    cannot be done, and ``sketch_`` refuses. ``"harm"``: the mean is right, and training may still
-    fail; ``sketch_`` warns. ``"waste"``: it will not pay.
+    ``level``: ``"error"``: gradients would be wrong, or the request cannot be met; ``sketch_``
+    raises. ``"harm"``: gradients are unbiased, but training may fail; ``sketch_`` warns.
+    ``"waste"``: it saves too little.
     """
 
     level: Level
@@ -53,11 +53,11 @@ def validate(
     planner: Planner | None = None,
     rows: int | None = None,
 ) -> tuple[Finding, ...]:
-    """Finds all that will go wrong or not pay if ``sketch_`` is called so; changes nothing.
+    """Lists the problems that ``sketch_`` would have with these arguments; changes nothing.
 
     ``sketch``, ``filter_fn`` and ``planner`` are those of ``sketch_``. Errors come first:
-    ``sketch_`` refuses them, all at once. With ``rows``, the samples × tokens of a batch, it also
-    names layers that are too small to gain.
+    ``sketch_`` raises them all in one message. With ``rows``, the samples × tokens of a batch, it
+    also names layers that are too small to gain.
 
     >>> from sketchprop import Rows
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
@@ -85,7 +85,7 @@ def refusal_of(found: tuple[Finding, ...]) -> str:
     errors = [str(finding) for finding in found if finding.level == "error"]
     if len(errors) < 2:
         return "".join(errors)
-    return f"{len(errors)} things are in the way:\n" + "\n".join(f"- {text}" for text in errors)
+    return f"sketch_ has {len(errors)} problems:\n" + "\n".join(f"- {text}" for text in errors)
 
 
 def mixing_samples(model: nn.Module) -> dict[str, nn.Module]:
@@ -124,17 +124,17 @@ def _of_model(model: nn.Module, choice: Choice) -> Iterator[Finding]:
         yield Finding(
             "waste",
             next(iter(choice.blocks)),
-            "the only block that is taken: where each token has a label of its own, dropping a "
-            "token is dropping its label, and nothing below gains from it",
+            "the only block that is sketched: if each token has its own label, dropping tokens "
+            "here only drops their labels, and no other block gets cheaper",
             "ask advise(model, loss_fn, batches)",
         )
     if choice.stray is not None:
         yield Finding(
             "waste",
             "",
-            f"no transformer block that {choice.stray!r} knows: {choice.stray.rest!r} in single "
-            "layers instead, which saves less and adds more noise",
-            "ask advise(model, loss_fn, batches), or say what a block is made of, @sketchable",
+            f"{choice.stray!r} finds no transformer block that it knows: single layers get "
+            f"{choice.stray.rest!r}, which saves less and adds more noise",
+            "ask advise(model, loss_fn, batches), or describe your block with @sketchable",
         )
 
 
@@ -147,8 +147,8 @@ def _of_modules(model: nn.Module, choice: Choice) -> Iterator[Finding]:
         wanted = choice.blocks or choice.stray is not None
         if wanted and parents and shards and not issubclass(kind, SketchedBlock):
             text = (
-                f"a {parents[0].__name__} that fully_shard has wrapped, and kept tokens do not "
-                "know it any more"
+                f"a {parents[0].__name__} wrapped by fully_shard, which kept tokens do not "
+                "recognise"
             )
             yield Finding("error", name, text, "call sketch_ first, then fully_shard")
         if any(isinstance(p, UninitializedParameter) for p in module._parameters.values()):
@@ -166,8 +166,8 @@ def _of_blocks(choice: Choice) -> Iterator[Finding]:
                 altered(module) or (known and not of_library(type(module)))
             ):
                 text = (
-                    f"{type(module).__name__} has hooks, a forward or a class of its own, and what "
-                    "it is a part of stays exact"
+                    f"{type(module).__name__} has hooks, a replaced forward or an unknown class: "
+                    "the branch that contains it stays exact"
                 )
                 yield Finding("waste", inner, text)
 
@@ -198,8 +198,8 @@ def _of_layers(model: nn.Module, choice: Choice, rows: int | None) -> Iterator[F
             yield Finding(
                 "waste",
                 name,
-                f"its weight is that of {shared[0]!r} too, which stays exact: their gradients are "
-                "added, and the noise of the one is in both",
+                f"it shares its weight with {shared[0]!r}, which stays exact: the sum of both "
+                "gradients has the sketch's noise",
                 f"leave it exact, {{{name!r}: None}}",
             )
         kind = known_class(type(layer))

@@ -34,7 +34,7 @@ LEAST_BESIDE = 9
 
 @dataclass(frozen=True)
 class Verdict:
-    """SGD needs ∝ ‖g‖² + σ² + V steps of cost ρ: the change of the cost to a given accuracy."""
+    """The change of the cost to a given accuracy: SGD needs ∝ ‖g‖² + σ² + V steps of cost ρ."""
 
     ANSWERS: ClassVar[tuple[str, ...]] = ("pays", "certain")
 
@@ -43,7 +43,7 @@ class Verdict:
     cost: float
     """ρ(V)/ρ(0): a sketched step over an exact one."""
     steps: float
-    """(‖g‖² + σ² + V)/(‖g‖² + σ²): how many times more steps."""
+    """(‖g‖² + σ² + V)/(‖g‖² + σ²): how many times the steps."""
     change: float
     """Their product: below 1 sketching pays, 0.8 means a fifth less to the same accuracy."""
     error: float
@@ -119,7 +119,7 @@ class MeasureReport(Report):
 
     @property
     def pays(self) -> bool:
-        """Whether ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), by a V that is not a lower bound only."""
+        """Whether V is reliable and ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²)."""
         return self.verdict.pays and self.reliable
 
     @property
@@ -129,9 +129,9 @@ class MeasureReport(Report):
 
     @property
     def equivalent_batch(self) -> float:
-        """The share of the batch that, computed exactly, would be as noisy: σ²/(σ² + V).
+        """The share of the batch whose exact gradient would be as noisy: σ²/(σ² + V).
 
-        The control: dropping samples costs in proportion and breaks even by definition.
+        This is the baseline: a smaller batch costs in proportion and breaks even by definition.
         """
         return 1 / (1 + self.relative.value)
 
@@ -140,8 +140,8 @@ class MeasureReport(Report):
         verdict = self.verdict
         if not self.reliable:
             if verdict.pays:
-                return "open", "Not known: more noise than was seen."
-            return "no", "No: it does not pay, and there may be more noise than was seen."
+                return "open", "Not known: there may be more noise than was measured."
+            return "no", "No: it does not pay, and there may be more noise than was measured."
         if not (verdict.certain or verdict.cost == verdict.change == 1):
             if math.isfinite(verdict.error):
                 return "open", "Too close to call."
@@ -164,10 +164,10 @@ class MeasureReport(Report):
         ]
         if self.reliable and not verdict.certain:
             sentences.append(
-                "That is within two standard errors of no change: more batches, draws and rounds "
-                "would tell."
+                "That is within two standard errors of no change: give more batches, draws and "
+                "rounds."
                 if math.isfinite(verdict.error)
-                else "How far that may be off cannot be told from two batches: give more."
+                else "Two batches cannot show the error of this number: give more."
             )
         missed = list(self.variance.missed)
         if missed:
@@ -175,8 +175,8 @@ class MeasureReport(Report):
             noun = "parameter" if len(missed) == 1 else "parameters"
             sentences.append(
                 f"NOT RELIABLE: the mean of the draws misses the exact gradient of {len(missed)} "
-                f"{noun} ({', '.join(missed[:3])}{more}). Either a sketch is biased "
-                "(check_unbiased tells), or most of V comes from draws too rare to be met: then V "
+                f"{noun} ({', '.join(missed[:3])}{more}). Either a sketch is biased (test it with "
+                "check_unbiased), or most of V comes from rare draws that did not occur: then V "
                 "is larger than shown."
             )
         if self.by_time is not None:
@@ -238,11 +238,11 @@ class MeasureReport(Report):
         if total and len(lines) > 1:
             worst = max(lines, key=lambda line: line.injected.value)
             share = 100 * worst.injected.value / total
-            note += f" Layer {LAYER.write(worst.layer)} brings most, {share:.0f} % of it."
+            note += f" Layer {LAYER.write(worst.layer)} adds most, {share:.0f} % of it."
         if worst_felt := self.variance.worst:
             # Adam moves each layer by its own scale: what drowns in one is lost.
             name = LAYER.write(worst_felt.layer)
-            note += f" Of its own gradient {name} feels most: V/σ² = {worst_felt.relative}."
+            note += f" Relative to its own σ², {name} is noisiest: V/σ² = {worst_felt.relative}."
         title = "Where the noise is made: V by the layer that injected it"
         return Table(title, columns, rows, note)
 
@@ -251,8 +251,9 @@ class MeasureReport(Report):
         numbers = ("at_output", "at_input", "with_draw", "factor", "noise_gain", "bound")
         rows = [(e.name, *(getattr(e, name) or None for name in numbers)) for e in self.edges]
         note = (
-            "E‖ĝ - g‖²/‖g‖² as it arrives at the output, at the input through the exact Jacobian, "
-            "and with draws; the second over the first; what noise is multiplied by, and ‖J‖²."
+            "E‖ĝ - g‖²/‖g‖² at the output; at the input, through the exact Jacobian J; there with "
+            "its own draw. factor: input over output; noise gain: what J multiplies noise by; "
+            "bound: ‖J‖²."
         )
         columns = (LAYER, *(Column(name.replace("_", " "), ".3g") for name in numbers))
         return Table("Dampened or amplified: noise over gradient", columns, rows, note)
@@ -273,24 +274,24 @@ def measure(
     minutes: float | None = None,
     progress: Progress | None = None,
 ) -> MeasureReport:
-    """Measures σ², V and their origin, FLOPs, saved bytes and step times, and gives the verdict.
+    """Says whether a sketch pays: it measures σ², V, FLOPs, saved bytes and step times.
 
     ``loss_fn(model, batch)`` returns the scalar loss of a training step. ``batches`` are at least
     two, better eight, as training draws them. ``sketch`` (with ``planner``) is applied as
     ``sketch_`` would do it and taken off again; ``None`` measures the sketches that the model has.
 
-    σ² = E‖g - ∇F‖² over batches and V = E‖ĝ - g‖² over draws, which ``split`` attributes to the
-    layer that makes it (``sketchprop.meters.noise.variance``). The verdict, by time and by FLOPs:
-    sketching pays if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), g the mean gradient.
-    ``draws``: for each batch; ``None`` lets a pilot choose. ``rounds``: exact and sketched steps
-    are timed in turns so often (0: not), without optimizer and data. For seconds measured elsewhere
-    use ``meters.criterion`` with the report's ``relative``.
+    σ² = E‖g - ∇F‖² is the variance over batches, V = E‖ĝ - g‖² that over draws. ``split`` says
+    how much of V each layer adds (``sketchprop.meters.noise.variance``). Sketching pays, by time
+    or by FLOPs, if ρ(V)(‖g‖² + σ² + V) ≤ ρ(0)(‖g‖² + σ²), g the mean gradient, ρ the cost per step.
+    ``draws``: per batch; ``None`` chooses the number by a pilot. ``rounds``: how often exact and
+    sketched steps are timed, in turns, without optimizer and data; 0: no timing. For your own
+    timings use ``meters.criterion`` with the report's ``relative``.
 
-    ``edges=True``, or names of modules: whether each sketched layer or block (or each module that
-    is named) dampens or amplifies the noise, beside the bound by operator norms. This takes two
-    batches and is not counted in ``minutes``.
+    ``edges=True`` or names of modules: whether each sketched layer or block, or each named module,
+    dampens or amplifies noise, with the bound by operator norms. It uses two batches, in addition
+    to ``minutes``.
     It costs about draws × batches × (sketched layers) steps; without ``split`` draws × batches.
-    ``minutes``: about how long it may take; it makes fewer draws, or leaves out the split, for it.
+    ``minutes``: a time limit, about; it makes fewer draws for it, or leaves out the split.
     ``progress`` is called with the share of the work that is done. ``seed``: of the draws.
     Parameters, ``.grad``, buffers, flags, sketches and the random state are left as they were,
     also when ``loss_fn`` raises and after Ctrl-C.

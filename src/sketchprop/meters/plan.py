@@ -115,7 +115,7 @@ def plan(
     filter_fn: Filter | None = None,
     rounds: int = 7,
 ) -> PlanReport:
-    """Times each layer's share of backward, and what a sketch saves of it, on this machine.
+    """Times the backward pass of each layer, exact and sketched, on this machine.
 
     ``loss_fn(model, batch)`` is that of ``measure``. ``sketch`` is the one to try, by default
     Tokens(0.3). ``worthwhile`` has only layers that ``sketch_(model, sketch, filter_fn)`` takes, so

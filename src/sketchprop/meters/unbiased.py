@@ -174,8 +174,8 @@ def check_unbiased(
     only the sketches draw.
 
     Monte Carlo compares the mean along the exact gradient and along random directions, in
-    standard errors; the limit allows one false alarm in a million checks, as long as every atom
-    is drawn often: atoms of probability p need many times 1/p ``draws``. ``seed`` is theirs.
+    standard errors. The limit allows one false alarm in a million checks if every atom is drawn
+    often: for a probability p, give many times 1/p ``draws``. ``seed``: of the draws.
 
     >>> from sketchprop import L1, sketch_
     >>> check_unbiased(L1(0.3)).ok

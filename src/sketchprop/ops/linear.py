@@ -30,9 +30,9 @@ def sketched_linear(
     Where the sketch would keep everything, or no gradient is wanted, this is ``F.linear`` itself
     and nothing is drawn. ``planner`` makes the atoms, by default they are new in each step; each
     layer needs its own. ``samples``: which rows belong to one sample, for sketches that keep whole
-    samples; by default as the sketch reads the shape. Draws come from the default generator, in
-    backward (of rows of x in every forward pass, even where no gradient is wanted: the two passes
-    of a checkpoint draw alike); ``uniforms`` replaces it, for tests.
+    samples; by default as the sketch reads the shape. Draws come from torch's default generator
+    (``uniforms`` replaces it, for tests), in backward. Sketches of rows of x draw in every forward
+    pass, also under ``no_grad``, so that both passes of a checkpoint draw alike.
 
     >>> from sketchprop import L1
     >>> W = torch.randn(64, 784, requires_grad=True)

@@ -94,9 +94,9 @@ class Rows(RowSketch):
     layer for that: ``sketch_(model, Rows(0.3, unit="sample"), select.everything)``.
 
     ``by="nonzero"``: all rows that are not zero and no others: the *exact* gradient of a padded
-    batch or of ignored labels, without the work on zeros. Their number is known in backward only,
-    which waits once for the device; compiled, it is the exact product. The budget then says in
-    formulas for FLOPs what share of the rows is not zero, and nothing else.
+    batch or of ignored labels, without the work on zeros. Their number is known only in backward,
+    which waits once for the device. Under ``torch.compile`` it is the full exact product. The
+    budget only tells the FLOP formulas which share of the rows is not zero.
 
     ``unit="token"``: each row by itself. ``"sample"``: all tokens or pixels of a sample are kept
     or dropped together, so that zero rows survive attention and convolutions; p comes from the root

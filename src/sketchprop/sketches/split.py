@@ -119,4 +119,3 @@ LayerSketch = Sketch | Split
 """What one layer is sketched by."""
 AnySketch = Sketch | Split | Tokens
 """What ``sketch_`` takes: ``Tokens`` for blocks, the others for layers."""
-"""What ``sketch_`` takes: a sketch for all gradients of a layer, a pair, or one for blocks."""

@@ -49,13 +49,13 @@ class Tokens:
     ``queries``: the kept share of tokens in attention and in the layers that make its queries and
     read its result, by default ``budget + 0.1``. ``keys``: rows of K and V, by default
     ``budget + 0.4``.
-    ``share="measured"``: budgets say what all blocks cost together. The first backward pass, which
-    takes as long as some passes, measures the noise of each and shares them out at equal FLOPs
+    ``share="measured"``: the budgets fix the FLOPs of all blocks together. The first backward
+    pass measures the noise of each, which takes as long as some passes, and distributes the FLOPs
     (``sketchprop.layers.depth``). ``"even"``: the same budgets in all blocks.
     ``save="input"`` keeps only the input of a branch and computes the kept rows again: it needs
     the memory of activation checkpointing.
-    Linear layers outside of known blocks get ``Rows(budget)``. If at most the budget of the rows
-    are not zero (padding, one label for a sequence), all are kept and the gradient is exact.
+    Linear layers outside of known blocks get ``Rows(budget)``. If no more rows have a gradient than
+    are kept (padding, one label for a sequence), the gradient is exact.
 
     >>> Tokens(0.3)
     Tokens(0.3)

@@ -172,12 +172,12 @@ def kept_attention(
     """``F.scaled_dot_product_attention``, with a backward that runs on ``queries`` of the tokens.
 
     ``q: [N, H, T, d]``, ``k, v: [N, H, S, d]``, fewer heads with ``enable_gqa``. In backward
-    tokens are drawn over the batch, p_t ∝ ‖g_t‖ over all heads together, at most ``capacity``
-    times the even share of a sample; dQ has only their rows, dK and dV are dense, from those
-    queries times 1/p: the means are the exact gradients. Where no more tokens have a gradient
-    than are drawn (the layer behind drew them, or the others are padding) all of them are kept.
-    Cost of backward: ``queries · capacity`` times that of attention. The other arguments are
-    those of torch's function; a mask that wants a gradient itself makes this the exact one.
+    tokens are drawn over the batch, p_t ∝ ‖g_t‖ over all heads together. A sample gets at most
+    ``capacity`` times the even share. dQ has only their rows; dK and dV are dense and come from
+    those queries times 1/p. The means are the exact gradients. If no more tokens have a gradient
+    than are drawn (padding, or a draw in a later layer), all of them are kept.
+    Cost of backward: ``queries · capacity`` times that of attention. The other arguments are those
+    of torch's function. A mask that requires a gradient makes this the exact function.
     ``uniforms``: where the random numbers come from, torch's default generator.
 
     >>> q, k, v = (torch.randn(2, 4, 10, 8, requires_grad=True) for _ in range(3))

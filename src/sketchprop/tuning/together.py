@@ -29,8 +29,8 @@ def check_plain(model: nn.Module) -> None:
     name = type(model).__name__
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
-            f"{name} waits for a gradient of each pass, and probes have none for it; give the "
-            "model inside, Tuner(model.module, loss_fn), in every process: all decide alike"
+            f"{name} waits for the gradients of each pass, but probes give it none; give the model "
+            "inside, Tuner(model.module, loss_fn), in every process: all decide alike"
         )
     sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if sharded is not None and any(isinstance(m, sharded) for m in model.modules()):
@@ -42,8 +42,7 @@ def check_plain(model: nn.Module) -> None:
     inside = [n for n, m in model.named_modules() if m._compiled_call_impl is not None]
     if (compiled is not None and isinstance(model, compiled)) or inside:
         raise ValueError(
-            f"{name} is compiled: a probe runs one layer exact and the next one sketched, which "
-            "would compile anew for each. Give the model that was compiled, Tuner(plain, loss_fn), "
-            "and train compiled = torch.compile(plain): probes then run, and are timed, eagerly, "
-            "and each move of a budget compiles once"
+            f"{name} is compiled, and a probe would compile it again for each layer. Give the "
+            "plain model, Tuner(plain, loss_fn), and train compiled = torch.compile(plain): probes "
+            "then run eagerly, and each change of a budget compiles once"
         )

@@ -36,29 +36,29 @@ RECENT = 65
 class Tuner:
     """Moves the budgets of a sketched model while it trains, so that time × noise is least.
 
-    Call it with the batch of each step. ``sketch_`` chooses the layers or blocks and the sketch
-    before. The tuner begins with exact gradients (``start``: another rung of ``LADDER``) and
-    probes from time to time: it times and compares passes over the batch with one unit sketched,
-    with all and with none. Then it takes the budgets with the least T·N, T(p) the time of a step
-    and N(p) = ‖g‖² + σ² + V(p); see ``sketchprop.tuning.rule``. Probes take at most ``share`` of
-    the training time, and ever less while the answer stays 'exact'. They do not disturb gradients,
-    buffers, the optimizer or the random state.
+    First call ``sketch_``: it chooses the layers or blocks, which are the units, and the sketch.
+    Then call the tuner with the batch of each step. Training starts exact (``start``: another value
+    of ``LADDER``). From time to time the tuner probes: it runs the batch with one unit sketched,
+    with all and with none, and measures time and noise. It then sets the budgets with the least
+    T·N, T(p) the time per step and N(p) = ‖g‖² + σ² + V(p); see ``sketchprop.tuning.rule``. Probes
+    take at most ``share`` of the training time, and less while training stays exact. They do not
+    change gradients, buffers, the optimizer or the random state.
 
-    ``frozen=True`` watches: it moves nothing and leaves the sketches as they are. A probe then
-    takes four passes, so ``share=0.04`` probes every hundredth step. An entry of the log has
-    ``added``, V = ‖ĝ - g‖²; ``sigma2``, ½‖g - g'‖² with g' of the batch before; ``noise``, the
-    steps that V adds; ``time``, that of a step over an exact one; and ``change``. Single entries
-    are noisy: average some.
+    ``frozen=True`` only measures and leaves the budgets as they are. A probe then takes four
+    passes, so ``share=0.04`` probes every hundredth step. Each entry of the log has ``added``,
+    V = ‖ĝ - g‖²; ``sigma2``, ½‖g - g'‖² with g' of the batch before; ``noise``, the share of extra
+    steps; ``time``, per step over exact; and ``change``, time × (1 + noise). Average some entries:
+    each alone is noisy.
 
-    ``optimizer``: noise is counted in the steps that it costs this one, SGD or Adam.
-    ``steps``: how many the training has. The first probe then comes early, which a short training
-    needs, and the others are spread over the rest. Without it the first probe comes when its share
-    of the time has passed. The callbacks give it themselves, see ``expect``.
-    ``groups``: at most so many groups of neighbouring units have budgets of their own.
-    Guards act at probes only: nothing watches the noise between two of them. With several
-    processes give each the model inside of DDP: they share what they measure and decide alike.
+    ``optimizer``: the one that trains, SGD or Adam; it decides how many steps noise costs.
+    ``steps``: the number of training steps. With it the first probe comes early, which a short
+    training needs, and the others are spread evenly. Without it the first probe comes when
+    ``share`` of the time so far pays for it. The callbacks of trainers set it.
+    ``groups``: the largest number of groups of neighbouring units, each with one budget.
+    Noise is checked at probes only. With several processes give each the model inside of DDP: they
+    average their measurements and decide alike.
     ``log``: every decision, a plain dict.
-    ``clock``: what seconds are read from.
+    ``clock``: the function that seconds are read from.
 
         sp.sketch_(model, sp.Tokens(0.3))
         tuner = sp.Tuner(model, loss_fn, optimizer=optimizer)
@@ -81,12 +81,12 @@ class Tuner:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         if not 0 < share <= 1:
-            raise ValueError(f"share={share!r} of the time; give for example 0.03")
-        check_count("groups", groups, "how many may have budgets of their own")
+            raise ValueError(f"share={share!r} is not in (0, 1]; give for example 0.03 of the time")
+        check_count("groups", groups, "how many groups of layers get a budget each")
         check_model(model)
         check_plain(model)
         if check_budget(start) not in LADDER:
-            raise ValueError(f"start={start!r} is no rung of the ladder {LADDER}")
+            raise ValueError(f"start={start!r} is not allowed; give one of {LADDER}")
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.share, self.frozen, self.clock = share, frozen, clock
         # Of sketches that stay as they are all together are probed; then no rung counts.
@@ -121,13 +121,13 @@ class Tuner:
         )
 
     def expect(self, steps: int) -> None:
-        """Training has so many steps: to be said before the first of them.
+        """Sets the number of training steps; call it before the first one.
 
-        Three probes at least should fit into their share of it: if need be there are fewer groups.
+        If fewer than three probes would fit into their share of the time, there are fewer groups.
         """
         check_count("steps", steps, "how many training has, or None")
         if self.log:
-            raise RuntimeError("the tuner has probed already: say steps= when it is made")
+            raise RuntimeError("the tuner has probed already; give steps= when you make it")
         self.steps = steps
         self._arrange(affordable(self._most, self.share * steps))
         self.next_probe = self.step + self._wait()
@@ -162,7 +162,7 @@ class Tuner:
         return dict(zip(self.groups, self.controller.budgets, strict=True))
 
     def __call__(self, batch: Any) -> dict[str, Any] | None:
-        """Once for each step, before it. What was decided, if this step was probed."""
+        """Call it once before each step. Returns the decision if it probed, else ``None``."""
         self.step += 1
         if self._left is not None:
             self._intervals.append(self.clock() - self._left)

@@ -49,7 +49,7 @@ class Answer(StrEnum):
 
 @dataclass(frozen=True)
 class Option:
-    """One candidate and what was measured; over an exact step with the whole batch."""
+    """One candidate with its measurements, relative to an exact step with the whole batch."""
 
     name: str
     line: str
@@ -65,7 +65,7 @@ class Option:
     """Bytes kept for backward."""
     note: str = ""
     worst: float | None = None
-    """V/(‖g‖² + σ²) of the layer or block whose own parameters feel most of it."""
+    """The largest V/(‖g‖² + σ²) of the parameters of one layer or block."""
 
     @property
     def in_all(self) -> Estimate | None:
@@ -83,7 +83,7 @@ class Option:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where four of five whole trainings lie: from noise that costs nothing to ``LONGER``."""
+        """Four of five whole runs lie in it. Its lower end is ``time``, as if noise were free."""
         longer = LONGER if self.noisy else OTHER_BATCHES
         return self.time or 0.0, longer * _change(self) + 2 * self.error
 
@@ -105,8 +105,8 @@ class Advice(Report):
 
     options: tuple[Option, ...]
     control: Option | None
-    """Half of the batch, exact; ``None`` if the batch is given or cannot be cut, not measured: no
-    time."""
+    """Half of the batch, exact; ``None`` with ``control=False`` or if a batch cannot be cut. If
+    there was no time to measure it, its ``change`` is ``None``."""
     signal: float
     """‖g‖²/σ²."""
     visible: float
@@ -117,9 +117,9 @@ class Advice(Report):
     """Tokens that share one label: the more, the less noise it is to leave some out."""
     batches: int
     given: int
-    """Batches, of which time allowed as many as were looked at."""
+    """Different batches that were given; the time allowed ``batches`` of them."""
     steps: int | None
-    """That the optimizer has made; ``None`` where it does not count."""
+    """Steps that the optimizer has made; ``None`` if it does not count them."""
     seconds: float
     warnings: tuple[str, ...]
     candidates: Mapping[str, Candidate] = field(repr=False)
@@ -129,19 +129,19 @@ class Advice(Report):
 
     @property
     def hidden(self) -> bool:
-        """Whether the batches do not show the gradient, so that nothing tells what noise costs."""
+        """Whether the batches do not show the gradient; then the cost of noise is unknown."""
         return self.visible < VISIBLE
 
     @property
     def best(self) -> Option | None:
-        """The sound option with the least change; of a hidden gradient, if it has no noise."""
+        """The sound option with the least change; if ``hidden``, first those without noise."""
         sound = [option for option in self.options if option.sound]
         free = [option for option in sound if _gains(option) and not option.noisy]
         return min(free if self.hidden and free else sound, key=_change, default=None)
 
     @property
     def closest(self) -> Option:
-        """``best``, or where each drowns the gradient the one with the least change."""
+        """``best``; if the noise of each drowns the gradient, the one with the least change."""
         return self.best or min(self.options, key=_change)
 
     @property
@@ -160,7 +160,7 @@ class Advice(Report):
 
     @property
     def gains(self) -> bool:
-        """Whether the best option is ahead of exact steps on the same batch, in all likelihood."""
+        """Whether all of the best option's interval gains over exact steps on the same batch."""
         best = self.best
         return best is not None and _gains(best) and not (self.hidden and best.noisy)
 
@@ -186,7 +186,7 @@ class Advice(Report):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the option that comes closest: where four of five whole trainings lie."""
+        """That of ``closest``: it holds four of five whole training runs."""
         return self.closest.interval
 
     @property
@@ -268,7 +268,7 @@ class Advice(Report):
         )
         return (
             "the noise of the batches hides the gradient, as on a plateau. Train exactly for "
-            f"{steps} and ask again, give more batches, or let a short training tell: {_TRIAL}."
+            f"{steps} and ask again, give more batches, or run a short training: {_TRIAL}."
         )
 
     @property
@@ -286,12 +286,12 @@ class Advice(Report):
         shown = [*sorted(self.options, key=_change), *([self.control] if self.control else [])]
         rows = [(o.name, o.time, o.noise, o.worst, o.in_all, o.memory, o.note) for o in shown]
         note = (
-            "All over exact steps. time: of a step; noise: the steps that it adds; worst: V "
-            "over ‖g‖² + σ² in the layer or block that feels most, which a mean hides; in all: "
-            "time × (1 + noise), the time to the same quality; memory: bytes kept for backward. "
-            f"{self.batches} batches, {self.seconds:.0f} s. ‖g‖²/σ², the mean gradient over the "
-            f"batches' noise: {self.signal:.3g}, seen at {self.visible:.1f} standard errors "
-            f"({VISIBLE} are needed); noise costs less where it is large."
+            "Relative to exact steps. time: per step; noise: the share of extra steps; worst: "
+            "V/(‖g‖² + σ²) of the noisiest layer or block; in all: time × (1 + noise), the time to "
+            "the same quality; memory: bytes saved for backward. "
+            f"{self.batches} batches, {self.seconds:.0f} s. Mean gradient over minibatch noise: "
+            f"‖g‖²/σ² = {self.signal:.3g}; the larger, the less noise costs. The gradient is "
+            f"visible at {self.visible:.1f} standard errors ({VISIBLE} are needed)."
         )
         if self.live < 1:
             note += f" {self.live:.0%} of the gradient's rows are not zero, the others are padding."
@@ -311,9 +311,9 @@ def _gains(option: Option) -> bool:
 def between(option: Option) -> str:
     """Its interval in words.
 
-    >>> between(Option("", "", time=0.6, change=0.7, error=0.0))
+    >>> between(Option("", "", time=0.6, noise=0.1, change=0.7, error=0.0))
     'between 40 % and 16 % less'
-    >>> between(Option("", "", time=0.8, change=0.9, error=0.02))
+    >>> between(Option("", "", time=0.8, noise=0.1, change=0.9, error=0.02))
     'between 20 % less and 12 % more'
     """
     low, high = ((edge < 1, f"{100 * abs(edge - 1):.0f} %") for edge in option.interval)

@@ -44,27 +44,26 @@ def advise(
 ) -> Advice:
     """Says what to type for this model, this loss and this machine, or to stay exact, and why.
 
-    Tries the sketches that fit: kept tokens where blocks are known, the rows that are not zero
-    where many are, rows by token, whole samples, columns; and half of the batch as the control.
-    For each the time of a step (in turns with exact ones, the optimizer's own added; on one thread
-    where other programs have the cores) and the noise that it adds, in about ``minutes``. What
-    counts is the time to equal quality over exact: the time of a step, times
-    (‖g‖² + σ² + V)/(‖g‖² + σ²) with SGD, or what Adam makes of V (``meters/noise/pace.py``).
+    It tries the sketches that fit the model: kept tokens, the rows that are not zero, rows by
+    token, whole samples, columns. The baseline is exact training with half the batch size. In
+    about ``minutes`` it measures the time per step (exact and sketched steps in turns, optimizer
+    included) and the noise of each. It compares the time to equal quality with that of exact
+    training: the time per step, times (‖g‖² + σ² + V)/(‖g‖² + σ²) steps with SGD; for Adam see
+    ``meters/noise/pace.py``. If other programs use the cores, it measures on one thread.
 
-    The answer is 'it pays', where whole trainings on record would gain; 'stay exact'; 'too close to
-    call'; or 'no answer yet', where the batches do not show the gradient (a plateau).
+    The answer is 'it pays', 'halve the batch', 'stay exact', 'too close to call', or 'no answer
+    yet': the batches do not show the gradient (a plateau), or time was too short.
 
-    ``batches``: at least four different ones, better 32, of a list or a loader; no more are taken.
-    V of a batch is held against its own ‖g‖², and one with a huge gradient counts at most as four
-    usual ones.
-    ``optimizer``: the one that trains; steps are counted as it sees noise, and its own time is
-    timed, on a copy. Ask after some hundred steps of training, not at the first: noise changes.
-    ``progress`` is told the share that is done.
-    ``trial``: minutes for a short training with the optimizer afterwards, exact, with the best
-    candidate and with half of each batch, see ``trial``; the answer is ``advice.trial``.
-    ``compile``: kept tokens with ``sketch_(..., compile=True)`` against exact blocks that are
-    compiled, too; how long compiling took, and after how many steps it has paid, is told.
-    ``control=False``: the batch is given, half of it is not tried. ``seed``: of the draws.
+    ``batches``: a list or a loader with at least four different batches, better 32; more are not
+    used. A batch with a huge gradient counts at most as four usual ones.
+    ``optimizer``: the one that you train with. It decides how many steps noise costs, and its own
+    time is measured on a copy. Run ``advise`` after a few hundred steps, because noise changes.
+    ``progress``: called with the share of the work that is done.
+    ``trial``: minutes for a short training run afterwards, see ``trial``: exact, with the best
+    candidate and with half of each batch. The result is ``advice.trial``.
+    ``compile``: compares compiled blocks on kept tokens with compiled exact blocks, and says after
+    how many steps the time for compiling is paid back.
+    ``control=False``: the batch size is fixed, half of it is not tried. ``seed``: of the draws.
     The model, gradients, buffers, optimizer and random state are left as they were.
 
         advice = advise(model, loss_fn, loader, optimizer=optimizer)
@@ -171,5 +170,5 @@ def _told(advice: Advice, labelled: bool, optimizer: Any) -> list[str]:
             "again after some hundred steps (--steps 200 on the command line)"
         )
     if any(option.sound and (option.noise or 0.0) > 0.1 for option in advice.options):
-        texts.append("gradient clipping is not seen: noise that it cuts makes the mean biased")
+        texts.append("gradient clipping is not measured: clipping of noisy gradients biases them")
     return texts

@@ -71,7 +71,7 @@ class Meter:
             self.squares, self.of_mean, self.along = self._of_batches()
         self.pace = self.pace_of(len(batches))
         if not 0 < self.pace.total < math.inf:
-            raise ValueError("the gradient is zero, or not finite, on these batches")
+            raise ValueError("the gradient is zero or not finite on these batches; check loss_fn")
 
     def _of_batches(self) -> tuple[list[list[float]], list[float], list[list[float]]]:
         """By parameter: ‖g_k‖² of each batch, ‖ḡ‖² of their mean, with their weights; and
@@ -197,7 +197,7 @@ class Meter:
         with exact(self.model):
             run()
         took, gained = max(0.0, first - later), eager - later
-        paid = f"paid after {took / gained:,.0f} steps" if gained > 0 else "not faster by that"
+        paid = f"paid back after {took / gained:,.0f} steps" if gained > 0 else "not faster"
         return f"{COMPILED} in {took:.0f} s, {paid}"
 
     def _draws(self, buffers: Buffers, passes: float) -> tuple[list[list[float]], Times, Pace]:

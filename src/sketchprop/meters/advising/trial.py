@@ -46,7 +46,7 @@ TURN = 0.3
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run was: seconds and steps of its own training, its loss on batches kept apart."""
+    """A point of a run: its training seconds and steps so far, and its loss on held-out data."""
 
     seconds: float
     steps: int
@@ -55,7 +55,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train, and its curves: one for each repeat, from the same weights."""
+    """One method of training, with a loss curve for each repeat, all from the same weights."""
 
     name: str
     curves: tuple[tuple[Moment, ...], ...]
@@ -87,12 +87,12 @@ class Trial(Report):
     ways: tuple[Way, ...]
     """Exact training first."""
     different: int
-    """Batches that were trained on; each way met them in the same order."""
+    """Batches that were trained on; each method got them in the same order."""
     held: int
-    """Batches that were kept apart for the losses."""
+    """Held-out batches, on which losses are measured."""
     seconds: float
     busy: str = ""
-    """What is to be said of a machine that others use at the same time."""
+    """A note if other programs used the machine at the same time."""
 
     @property
     def repeats(self) -> int:
@@ -107,20 +107,20 @@ class Trial(Report):
 
     @property
     def ahead(self) -> str:
-        """The way with the least loss at the end, all having trained equally long."""
+        """The method with the lowest loss at the end, after equal training times."""
         losses = {way.name: way.loss.value for way in self.ways}
         return min(losses, key=lambda name: losses[name] if losses[name] < math.inf else math.inf)
 
     def gain(self, name: str) -> Estimate:
-        """The loss of exact training less that of ``name`` at the end; above 0 it is ahead."""
+        """The final loss of exact training minus that of ``name``; above 0 ``name`` is ahead."""
         pairs = zip(self.ways[0].curves, self.way(name).curves, strict=True)
         return _estimate([exact[-1].loss - other[-1].loss for exact, other in pairs])
 
     def change(self, name: str) -> Estimate | None:
-        """The time to a loss that both reach, over exact's; ``None`` if none fell.
+        """The time to a loss that both reach, relative to exact training; ``None`` if none fell.
 
-        Of the mean curves of all repeats, in the mean over most of the time; its error from
-        leaving out one repeat after the other.
+        It is averaged over most of the run, on the mean curves of all repeats. The error is the
+        jackknife's over repeats.
         """
         exact, other = self.ways[0], self.way(name)
         value = time_ratio(exact.curve(), other.curve())
@@ -151,7 +151,7 @@ class Trial(Report):
         gain, change = self.gain(way.name), self.change(way.name)
         seconds = fmean(curve[-1].seconds for curve in way.curves)
         if not math.isfinite(gain.value):
-            return f"Tried: {way.name} lost its way: its loss is not finite."
+            return f"Tried: {way.name} diverged: its loss is not finite."
         place = "ahead of" if gain.value > 0 else "behind"
         doubt = "" if self.certain(way.name) else ", within its error"
         text = (
@@ -167,12 +167,12 @@ class Trial(Report):
         )
 
     def tables(self) -> list[Table]:
-        columns = (words("way"), Column("steps", ".0f"), Column("loss"), Column("time to its loss"))
+        columns = (words("run"), Column("steps", ".0f"), Column("loss"), Column("time to its loss"))
         rows = [(way.name, way.steps, way.loss, self.change(way.name)) for way in self.ways]
         note = (
-            f"All began with the same weights and trained in turns, equally long, {self.repeats} "
-            f"times; losses on {self.held} batches kept apart; {self.different} batches trained "
-            f"on; {self.seconds:.0f} s in all."
+            f"All methods trained in turns from the same weights, equally long, {self.repeats} "
+            f"times. Losses are on {self.held} held-out batches; {self.different} batches were "
+            f"trained on; {self.seconds:.0f} s in all."
         )
         if self.busy:
             note += f" Note: {self.busy}."
@@ -198,17 +198,16 @@ def trial(
     seed: int = 0,
     clock: Callable[[], float] = perf_counter,
 ) -> Trial:
-    """Trains exact, with ``sketch``, and exact with half of each batch, in turns, and compares.
+    """Compares short training runs: exact, with ``sketch``, and exact with half of each batch.
 
-    Copies of the model and of the optimizer train, from the weights and the state that they have
-    now, on the same batches in the same order, equally many seconds each, ``repeats`` times on
-    different batches. The first batches are kept apart, by what they hold: on them losses are
-    taken, and a batch that shares a sample with them is not trained on. What else a loop of yours
-    does (clipping, schedules of the rate) is not in it. Of ``batches`` one pass is drawn and held
-    in memory, a gigabyte at most; where it ends it is used again. Where other programs have the
-    cores all train on one thread, and the answer says so. ``control=False``: without half of the
-    batch. ``progress`` is told the share that is done; ``seed``: of the draws; ``clock``: what
-    seconds are read from.
+    Copies of the model and the optimizer train in turns from their current state, on the same
+    batches in the same order, each for the same time, ``repeats`` times on different batches. The
+    loss is measured on the first four batches. These are held out: batches that share a sample
+    with them are skipped. Clipping and learning-rate schedules of your loop are not included. One
+    pass over ``batches`` is held in memory, at most a gigabyte, and is repeated when it ends. If
+    other programs use the cores, all runs train on one thread, and the answer says so.
+    ``control=False``: without half of each batch. ``progress``: called with the share of the work
+    that is done. ``seed``: of the draws. ``clock``: the function that seconds are read from.
 
     The model, optimizer, buffers and random state are not touched, also not by Ctrl-C.
 
@@ -272,8 +271,8 @@ class _Stream:
         seen = {each.whole for each in apart}
         if len(seen) < HELD:
             raise ValueError(
-                f"{len(seen)} different batches were given; a trial keeps {HELD} apart and "
-                "trains on others: give as many as training has"
+                f"{len(seen)} different batches were given; a trial holds out {HELD} and trains "
+                "on others: give all batches of your training"
             )
         samples = [sample for each in apart for sample in each.samples]
         # Of samples that are not all different, as rows of few bits, none is known again.
@@ -286,8 +285,8 @@ class _Stream:
         self.drawn.extend(itertools.islice(self._fresh, max(0, number + 1 - len(self.drawn))))
         if not self.drawn:
             raise ValueError(
-                f"behind the first {HELD} batches, which are kept apart, there is none to train on "
-                "that shares no sample with them; give as many as training has"
+                f"no batch is left to train on: the first {HELD} are held out, and each other one "
+                "shares a sample with them; give all batches of your training"
             )
         return self.drawn[number % len(self.drawn)]
 
@@ -386,8 +385,8 @@ def _copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} and its {type(optimizer).__name__} cannot be copied for a "
-            f"trial: {error}; try it in a script of its own, or without tensors that are "
-            "computed and kept on a module"
+            f"trial: {error}; keep no computed tensors on a module, or compare in a script of "
+            "your own"
         ) from error
     return twin
 

@@ -209,7 +209,7 @@ def _nothing_sketched(model: nn.Module) -> str:
     if sketched and all(m.sketching.exact for m in sketched):
         return f"every sketch of {name} is off; leave `with sketchprop.exact(model):` to measure"
     if sketched:
-        return f"every sketched layer of {name} is in eval mode while the model trains"
+        return f"every sketched layer of {name} is in eval mode; call model.train() to measure"
     return (
         f"{name} has no sketched layer; call sketch_(model, Tokens(0.3)) first, or say which "
         "sketch to try: measure(..., sketch=Tokens(0.3))"
