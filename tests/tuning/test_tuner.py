@@ -63,12 +63,15 @@ def test_a_frozen_tuner_finds_the_noise_that_is_measured():
     assert [m.sketch for m in (model[0], model[2])] == [sp.L1(0.5), sp.L1(0.4)]
     assert len(tuner.log) == 205
     assert all(entry["moved"] is False for entry in tuner.log)
-    mean = {k: fmean(e[k] for e in tuner.log) for k in ("added", "sigma2", "noise", "time")}
+    names = ("added", "sigma2", "noise", "worst", "time")
+    mean = {k: fmean(e[k] for e in tuner.log) for k in names}
     # 205 pairs (of 41 different ones) against 41 batches: a tenth is three standard errors.
     assert mean["sigma2"] == pytest.approx(truth.sigma2.value, rel=0.15)
     assert mean["added"] == pytest.approx(truth.added.value, rel=0.1)
     total = truth.sigma2.value + truth.signal
     assert mean["noise"] == pytest.approx(truth.added.value / total, rel=0.25)
+    assert mean["worst"] == pytest.approx(truth.worst.share, rel=0.25)
+    assert mean["worst"] > 1.1 * mean["noise"]
     assert mean["time"] < 1
     assert len({entry["added"] for entry in tuner.log}) > 20
 

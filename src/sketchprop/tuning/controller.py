@@ -50,6 +50,8 @@ class Probe:
     noise_together: float
     added: float = 0.0
     """‖ĝ - g‖² with all units sketched."""
+    worst: float = 0.0
+    """The largest ‖ĝ - g‖²/‖g‖² of the parameters of one layer or block, with all sketched."""
     sigma2: float = math.nan
     """σ² ≈ ½‖g - g'‖², g' of the batch before; NaN where there was none."""
 
@@ -114,7 +116,7 @@ class Controller:
         self.budgets, why = self._target(problem)
         now, exact = self.budgets, [1.0] * len(before)
         self.stays = self.stays + 1 if before == now == exact else 0
-        said = {"change": problem.change(now), "noise": problem.added(now)}
+        said = {"change": problem.change(now), "noise": problem.added(now), "worst": probe.worst}
         time = problem.time(now) / problem.time(exact)
         return {"moved": before != now, "why": why, **said, "time": time, "power": self.power}
 
@@ -126,7 +128,8 @@ class Controller:
         self._learn_noise(probe, self.probe_rungs())
         noise = self.factor * math.fsum(self.noise) / self.total
         time = (probe.together + probe.elsewhere) / (probe.exact + probe.elsewhere)
-        said = {"change": time * (1 + noise), "noise": noise, "time": time, "added": probe.added}
+        said = {"change": time * (1 + noise), "noise": noise, "worst": probe.worst, "time": time}
+        said["added"] = probe.added
         sigma2 = {} if math.isnan(probe.sigma2) else {"sigma2": probe.sigma2}
         return {"moved": False, "why": "frozen", **said, **sigma2}
 

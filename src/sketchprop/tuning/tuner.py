@@ -21,6 +21,7 @@ from ..layers.depth import NOTHING, Shares, load_shares_, mean_over_processes, s
 from ..layers.isolation import no_gradient_hooks
 from ..meters.noise.gradients import Gradients, Loss, squared_distance
 from ..meters.noise.pace import Pace, adaptive, noise_by_parameter, ready
+from ..meters.noise.variance import Units
 from ..meters.restore import check_model, restored
 from .controller import Controller, Probe, affordable
 from .rule import LADDER
@@ -47,8 +48,9 @@ class Tuner:
     ``frozen=True`` only measures and leaves the budgets as they are. A probe then takes four
     passes, so ``share=0.04`` probes every hundredth step. Each entry of the log has ``added``,
     V = ‖ĝ - g‖²; ``sigma2``, ½‖g - g'‖² with g' of the batch before; ``noise``, the share of extra
-    steps; ``time``, per step over exact; and ``change``, time × (1 + noise). Average some entries:
-    each alone is noisy.
+    steps; ``worst``, V/‖g‖² of the noisiest layer or block, which a sum over all hides; ``time``,
+    per step over exact; and ``change``, time × (1 + noise). Average some entries: each alone is
+    noisy.
 
     ``optimizer``: the one that trains, SGD or Adam; it decides how many steps noise costs.
     ``steps``: the number of training steps. With it the first probe comes early, which a short
@@ -233,6 +235,7 @@ class Tuner:
             noise=tuple(pace.total * (pace.steps(added) - 1) for _, added in alone),
             noise_together=pace.total * (pace.steps(together[1]) - 1),
             added=math.fsum(together[1]),
+            worst=Units(self.model, parameters).worst(together[1], pace.squares),
             sigma2=sigma2,
         )
 
