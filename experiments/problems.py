@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sketchprop.zoo import ViT, mlp
+from sketchprop.zoo import ViT
 
 from . import data
 from .lab.problem import Problem
@@ -27,20 +27,6 @@ def in_blocks(module: nn.Module, name: str) -> bool:
 def hidden(module: nn.Module, name: str) -> bool:
     """Every linear layer but the one with ten outputs."""
     return getattr(module, "out_features", 0) != 10
-
-
-def endless() -> Iterator[Batch]:
-    """Batches of 128 digits, as ``sketchprop measure`` takes them."""
-    images, labels = data.mnist()
-    rows = data.normalised(images)
-    while True:
-        chosen = torch.randint(len(labels), (128,))
-        yield rows[chosen], labels[chosen]
-
-
-def mnist_mlp() -> tuple[nn.Module, Callable[[nn.Module, Batch], Tensor], Iterator[Batch]]:
-    """The paper's MLP: ``sketchprop measure --model experiments.problems:mnist_mlp``."""
-    return mlp(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), endless()
 
 
 def drawer(x: Tensor, y: Tensor, ready: Callable[[Tensor], Tensor]) -> Callable[..., Batch]:

@@ -191,7 +191,7 @@ class AdviseStudy(MeasuredStudy):
 
 def _summary(name: str, line: dict[str, Any]) -> dict[str, Any]:
     best = least(line)
-    answer = line["line"] or STAY
+    answer = line["line"] or line.get("answer", STAY)
     wanted = EXPECTED.get(name, "")
     return {
         "task": name,

@@ -128,7 +128,22 @@ class DepthStudy(MeasuredStudy):
             for line in final_scores(own.get("runs", {}))
         ]
         told = {"rows": rows, "tasks": found, "runs": runs, "ended": ended}
-        return [], {**told, "foretold": _foretold(found)}
+        return [], {**told, "worst": worst_blocks(found), "foretold": _foretold(found)}
+
+
+def worst_blocks(found: Mapping[str, Any]) -> list[list[str]]:
+    """V/σ² of the noisiest block, shared-out budgets over even ones, moment by moment; the steps
+    that measuring took at most."""
+    lines = []
+    for task, own in found.items():
+        moments = [moment for step, moment in own.items() if step.isdecimal()]
+        ratios = [
+            figures(m, m["ways"][SHARED])["worst"] / figures(m, m["ways"][EVEN])["worst"]
+            for m in moments
+        ]
+        spent = max(m["steps"] for m in moments)
+        lines.append([task, *map("{:.2f}".format, ratios), f"{spent:.1f} steps"])
+    return lines
 
 
 def final_scores(runs: Mapping[str, Any]) -> list[list[str]]:

@@ -16,7 +16,7 @@ from measure_helpers import Branched, loss_fn, make_batches, mlp
 from sketchprop.core import stopwatch
 from sketchprop.layers import SketchedModule
 from sketchprop.meters import Advice, Candidate, Option
-from sketchprop.meters.advising import meter
+from sketchprop.meters.advising import candidates, meter
 from sketchprop.meters.advising.advice import OUT_OF_TIME, VISIBLE
 from sketchprop.meters.advising.candidates import rows_seen
 from sketchprop.zoo import ViT
@@ -282,17 +282,20 @@ def test_threads_are_held_against_one_by_the_time_of_products(monkeypatch):
         assert stopwatch._threads_help(torch.get_num_threads()) == helps
 
 
-def test_every_candidate_that_fits_is_measured_and_the_table_says_so():
+@pytest.mark.parametrize(("calm", "second"), [(0.0, 0.5), (9.0, 0.1)])
+def test_every_candidate_that_fits_is_measured_and_the_table_says_so(monkeypatch, calm, second):
+    monkeypatch.setattr(candidates, "CALM", calm)
     torch.manual_seed(0)
     model = ViT(dim=16, depth=2, heads=2, hidden=32)
     batches = [(torch.randn(6, 3, 32, 32), torch.randint(10, (6,))) for _ in range(3)]
     shares = []
     answer = sp.advise(model, loss_fn, batches, minutes=1 / 6, progress=shares.append)
     names = [option.name for option in answer.options]
-    assert names[:3] == ["Tokens(0.3)", "Tokens(0.5)", "Tokens(0.2)"]
+    assert names[:3] == ["Tokens(0.3)", f"Tokens({second})", "Tokens(0.2)"]
     assert {"Rows(0.3)", "Rows(0.3, unit='sample')", "L1(0.3)"} == set(names[3:])
     noise = {option.name: option.noise for option in answer.options}
-    assert 0 < noise["Tokens(0.5)"] < noise["Tokens(0.3)"] < noise["Tokens(0.2)"]
+    ordered = [noise[f"Tokens({p})"] for p in sorted((second, 0.3, 0.2), reverse=True)]
+    assert 0 < ordered[0] < ordered[1] < ordered[2]
     for option in answer.options:
         assert option.change == pytest.approx(option.time * (1 + option.noise))
     assert answer.control.name == "half of the batch"

@@ -70,24 +70,14 @@ def check_count(name: str, count: object, what: str) -> None:
         raise ValueError(f"{name}={count!r}; give {what}, an integer of at least 1")
 
 
-def check_weight(W: Tensor | None, sketch: object) -> Tensor:
-    """The weight that ``sketch`` looks at."""
-    if W is None:
+def check_given(given: Tensor | None, sketch: object, what: str, how: str) -> Tensor:
+    """The layer's weight or input, at which ``sketch`` looks."""
+    if given is None:
         raise TypeError(
-            f"{sketch!r} looks at the layer's weight, and none was given; pass weight=..., or use "
-            "a sketch that looks at the gradient alone, for example L1"
+            f"{sketch!r} looks at the layer's {what}, and none was given; pass {how}, or use a "
+            "sketch that looks at the gradient alone, for example L1 or Rows"
         )
-    return W
-
-
-def check_input(X: Tensor | None, sketch: object) -> Tensor:
-    """The input that ``sketch`` looks at."""
-    if X is None:
-        raise TypeError(
-            f"{sketch!r} looks at the layer's input, and none was given; pass Vjp(G, W, X), or "
-            "use a sketch that looks at the gradient alone, for example Rows(0.1)"
-        )
-    return X
+    return given
 
 
 TENSOR_PARALLEL = (

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from .checks import check_input, check_weight
+from .checks import check_given
 from .samples import Samples
 
 
@@ -30,11 +30,11 @@ class Vjp(NamedTuple):
 
     def weight(self, sketch: object) -> Tensor:
         """W, for a sketch that cannot do without it."""
-        return check_weight(self.W, sketch)
+        return check_given(self.W, sketch, "weight", "weight=... or Vjp(G, W)")
 
     def input(self, sketch: object) -> Tensor:
         """X, for a sketch that cannot do without it."""
-        return check_input(self.X, sketch)
+        return check_given(self.X, sketch, "input", "Vjp(G, W, X)")
 
 
 class CompactGradient(Protocol):

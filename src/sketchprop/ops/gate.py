@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.checks import check_weight
+from ..core.checks import check_given
 from ..core.sampling import Uniforms, draw_uniforms
 from ..sketches import AnySketch, ElementMask, Planner, Sketch
 from .backward import Form, refuse_second_backward
@@ -42,7 +42,7 @@ def gate(
     if reason := unfit(sketch):
         raise TypeError(reason)
     if "W" in sketch.sees:
-        check_weight(weight, sketch)
+        check_given(weight, sketch, "weight", "weight=...")
     stack = () if weight is None else weight.shape[:-2]
     n = x.shape[dim]
     rows = x[(0,) * len(stack)].numel() // max(1, n)

@@ -106,11 +106,13 @@ def advise(
             each = (end - monotonic()) / (len(tried) + 1)
             half = meter.half(max(each, FOR_HALF * meter.a_pass)) if control else None
             buffers.restore()
-            options = []
-            for i, candidate in enumerate(tried):  # the most promising at the cost of the last
+            options: list[Option] = []
+            for i in range(len(tried)):  # the most promising at the cost of the last
+                if options:
+                    tried[i] = tried[i].after(options[-1].noise)
                 remaining = end - monotonic()
                 share = max(remaining / (len(tried) - i), LEAST_PASSES * meter.a_pass)
-                options.append(meter.measured(candidate, min(share, remaining)))
+                options.append(meter.measured(tried[i], min(share, remaining)))
                 if progress is not None:
                     progress((i + 1) / len(tried))
         _check_tried(options, told, minutes)

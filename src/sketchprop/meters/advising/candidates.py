@@ -22,6 +22,8 @@ MANY_ZEROS = 0.6
 """Rows that are not zero, below which keeping all of them is tried."""
 MANY_LABELS = 0.5
 """Rows of a head that are not zero, from which on each token seems to have its own label."""
+CALM = 0.05
+"""Noise of the first kept tokens, below which fewer of them are tried than more."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -34,6 +36,13 @@ class Candidate:
     everywhere: bool = False
     of_blocks: bool = False
     compile: bool = False
+    calm: AnySketch | None = None
+    """Tried in its place, if the candidate before it has little noise."""
+
+    def after(self, noise: float | None) -> Candidate:
+        """What is tried after a candidate with so much noise."""
+        calm = self.calm if noise is not None and noise < CALM else None
+        return self if calm is None else replace(self, sketch=calm, calm=None)
 
     @property
     def name(self) -> str:
@@ -67,7 +76,10 @@ def candidates(
     if blocks_of(model):
         # Where most rows are zero, all others can be kept for little.
         budgets = (0.3, 0.5, 0.2) if share > MANY_ZEROS else (1.1, 0.6, 0.3)
-        fitting += [Candidate(Tokens(round(p * share, 3)), of_blocks=True) for p in budgets]
+        kept = [Candidate(Tokens(round(p * share, 3)), of_blocks=True) for p in budgets]
+        if share > MANY_ZEROS:  # more tokens where noise costs much, else fewer
+            kept[1] = replace(kept[1], calm=Tokens(round(0.1 * share, 3)))
+        fitting += kept
     fitting += [] if share <= MANY_ZEROS else free
     rows = round(0.3 * share, 3)
     fitting += [Candidate(Rows(rows)), Candidate(Rows(0.3, unit="sample"), everywhere=True)]
