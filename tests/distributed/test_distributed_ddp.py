@@ -269,21 +269,9 @@ def skipped_layer() -> dict[str, Any]:
 
 
 CASES = (
-    budget_one,
-    unbiased,
-    wire_bytes,
-    accumulation,
-    odd_uses,
-    surprises,
-    other_budget,
-    new_budget,
-    not_finite,
-    skipped_layer,
-    chained,
-    checkpointed,
-    joined,
-    join_is_exact,
-)
+    budget_one, unbiased, wire_bytes, accumulation, odd_uses, surprises, other_budget, new_budget,
+    not_finite, skipped_layer, chained, checkpointed, joined, join_is_exact,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

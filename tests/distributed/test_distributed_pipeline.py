@@ -231,16 +231,9 @@ def other_budget() -> dict[str, Any]:
 
 
 CASES = (
-    budget_one,
-    in_place,
-    traced,
-    unbiased,
-    fresh_draws,
-    wire_bytes,
-    no_gradient,
-    inference,
+    budget_one, in_place, traced, unbiased, fresh_draws, wire_bytes, no_gradient, inference,
     other_budget,
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

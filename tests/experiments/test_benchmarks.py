@@ -16,6 +16,7 @@ from benchmarks import imports, launches
 from benchmarks.__main__ import _measure
 from benchmarks.device_table import check_device
 from benchmarks.results import FOLDER
+from benchmarks.soak import soak
 from benchmarks.timing import CPU
 from benchmarks.tuner import CASES, tuner
 from sketchprop.core import probabilities
@@ -139,3 +140,11 @@ def test_a_profile_accounts_for_all_of_a_step(monkeypatch):
     floor = whole["exact forward"] + left * whole["exact backward"]
     total = whole["kept forward"] + whole["kept backward"]
     assert whole["above the floor"] == pytest.approx(total - floor)
+
+
+def test_a_run_that_is_killed_and_resumed_has_the_losses_of_one_left_alone(tmp_path) -> None:
+    result = soak(tmp_path, steps=240, kills=1)
+    assert result.different == 0
+    assert result.kills == 1
+    assert result.exact_steps == 20
+    assert result.last_loss < result.first_loss

@@ -94,10 +94,6 @@ class Trial(Report):
     busy: str = ""
     """A note if other programs used the machine at the same time."""
 
-    @property
-    def repeats(self) -> int:
-        return len(self.ways[0].curves)
-
     def way(self, name: str) -> Way:
         for way in self.ways:
             if way.name == name:
@@ -126,7 +122,7 @@ class Trial(Report):
         value = time_ratio(exact.curve(), other.curve())
         if value is None:
             return None
-        count = self.repeats
+        count = len(exact.curves)
         parts = [time_ratio(exact.curve(i), other.curve(i)) for i in range(count) if count > 1]
         ratios = [part for part in parts if part is not None]
         if len(ratios) < count:
@@ -170,9 +166,9 @@ class Trial(Report):
         columns = (words("run"), Column("steps", ".0f"), Column("loss"), Column("time to its loss"))
         rows = [(way.name, way.steps, way.loss, self.change(way.name)) for way in self.ways]
         note = (
-            f"All methods trained in turns from the same weights, equally long, {self.repeats} "
-            f"times. Losses are on {self.held} held-out batches; {self.different} batches were "
-            f"trained on; {self.seconds:.0f} s in all."
+            "All methods trained in turns from the same weights, equally long, "
+            f"{len(self.ways[0].curves)} times. Losses are on {self.held} held-out batches; "
+            f"{self.different} batches were trained on; {self.seconds:.0f} s in all."
         )
         if self.busy:
             note += f" Note: {self.busy}."
