@@ -1,5 +1,5 @@
 """Two networks where no sketch should be advised, the paper's MLP and a ResNet with BatchNorm; and
-a task once more, in small batches."""
+tasks once more, in small batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..lab.problem import Problem
 from ..lab.trainer import generator
 from ..mnist.stack import load as load_mnist
 from ..problems import drawer, hidden, pieces, pixels
-from ..tasks.table import yields
+from ..tasks.table import TASKS
 
 HELD = 1000
 """Training pictures that are kept apart."""
@@ -112,8 +112,8 @@ def resnet(small: bool) -> Problem:
     )
 
 
-def small_yields(small: bool) -> Problem:
-    """Reaction yields in batches of 4."""
-    own = yields(small)
+def in_fours(task: str, small: bool) -> Problem:
+    """A task in batches of 4."""
+    own = TASKS[task].problem(small)
     title = own.title.replace(f"batch {own.batch_size}", "batch 4")
     return replace(own, batch_size=4, title=title)
