@@ -70,3 +70,6 @@ def test_layers_behind_hooks_are_sketched(hook_first: bool) -> None:
     assert rows() == 2
     sp.unsketch_(model)
     assert rows() == len(model[0].weight)
+    batches = [(x, y), (x.flip(0), y)]
+    sp.measure(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batches, sp.L1(2), draws=2)
+    assert rows() == len(model[0].weight)  # the hook has its forward back

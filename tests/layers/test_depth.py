@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import sketchprop as sp
+from sketchprop.layers import depth
 from sketchprop.layers.depth import RUNGS, load_shares_, shared_out, shares_in, shares_of
 from sketchprop.sketches import Tokens
 from sketchprop.zoo import ViT
@@ -161,6 +163,45 @@ def test_what_cannot_be_measured_stays_even(case: str) -> None:
     else:
         model(x).sum().backward()
     assert {m.sketch for m in model.encoder.layers} == {tokens}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("case", "closed", "shared"),
+    [("one trains", 1, False), ("hidden state", 3, True), ("reentrant", 1, False)],
+)
+def test_blocks_that_no_gradient_reaches_are_not_waited_for(
+    case: str, closed: int, shared: bool
+) -> None:
+    model = sp.sketch_(FirstToken(), Tokens(0.3))
+    blocks, x = list(model.encoder.layers), torch.randn(4, 20, 16, requires_grad=True)
+    if case == "one trains":
+        for block in blocks[:-1]:
+            block.requires_grad_(False)
+    first = x.detach() if case == "one trains" else x
+    for passes in range(1, 5):
+        y, before = first, first
+        for block in blocks:
+            before = y
+            y = checkpoint(block, y, use_reentrant=True) if case == "reentrant" else block(y)
+        (before if case == "hidden state" else y).square().sum().backward()
+        (shares,) = shares_in(model)
+        assert shares.open == (passes < closed)
+    assert (len(set(budgets(model))) > 1) == shared
+    assert ("use_reentrant=False" in sp.summary(model).layers[0].note) == (case == "reentrant")
+
+
+def test_a_block_that_leaves_takes_nothing_of_the_budget(monkeypatch) -> None:
+    model = sp.sketch_(FirstToken(), Tokens(0.3))
+    loss = model(torch.randn(4, 20, 16)).square().sum()
+    sp.unsketch_(model)
+    loss.backward()  # it was measured when it came to that, and is no more
+    sp.sketch_(model, Tokens(0.3))
+    step(model)
+    shares = shares_in(model)[0]
+    sp.sketch_(model, {"encoder.layers.0": Tokens(0.2)})
+    assert list(shares.states) == list(shares.blocks) == [f"encoder.layers.{k}" for k in (1, 2, 3)]
+    monkeypatch.setattr(depth, "shared_out", None)
+    sp.set_budget_(model, 0.3)  # an equal budget, as of a schedule at each step
 
 
 def test_measure_shares_first_and_tells_the_noise_by_block() -> None:

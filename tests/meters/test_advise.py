@@ -221,6 +221,17 @@ def test_the_optimizer_is_timed_on_a_copy_and_counts_in_each_step(monkeypatch):
     assert sp.advise(mlp(), loss_fn, make_batches(3), minutes=0.3, control=False).control is None
 
 
+def test_half_of_the_batch_is_no_more_certain_than_a_sketch():
+    gaining = replace(TOKENS, noise=0.01, change=0.707, error=0.0)
+    likely, sure = (replace(HALF, change=change, error=0.0) for change in (0.6, 0.9))
+    assert advice(gaining, control=likely).answer == "halve the batch"
+    free = replace(gaining, noise=0.0, change=0.7)
+    assert replace(advice(free, control=likely), visible=0.4).answer == "it pays"
+    close = advice(replace(gaining, time=0.9, change=0.95), control=sure)
+    assert close.answer == "too close to call"
+    assert "Half of the batch: " in close.headline()
+
+
 def test_a_control_that_is_ahead_by_chance_alone_does_not_decide():
     assert advice(TOKENS, control=replace(HALF, change=0.7, error=0.1)).pays
     assert advice(TOKENS, control=None).pays
@@ -356,6 +367,26 @@ def test_where_rows_are_padding_it_tries_to_leave_them_out_and_scales_the_budget
     assert "40% of the gradient's rows are not zero" in str(answer)
 
 
+@pytest.mark.parametrize("empty", ["head", "labels"])
+def test_where_hardly_a_row_has_a_gradient_all_rows_count(empty):
+    """Below a head of zeros; of a first batch without labels the second one is asked."""
+    torch.manual_seed(0)
+    model = ViT(dim=16, depth=2, heads=2, hidden=32, patch=8)
+    labels = torch.randint(10, (4, 6))
+    if empty == "head":
+        nn.init.zeros_(model.head.weight)
+    else:
+        labels[0] = -100
+    batches = [(torch.randn(6, 3, 32, 32), own) for own in labels]
+
+    def summed(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    answer = sp.advise(model, summed, batches, minutes=0.1)
+    assert answer.live == 1.0
+    assert answer.options[0].name == "Tokens(0.3)"
+
+
 def test_a_label_for_each_token_is_warned_of():
     torch.manual_seed(3)
     options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
@@ -375,11 +406,11 @@ def test_a_label_for_each_token_is_warned_of():
     answer = sp.advise(model, by_token, batches, minutes=0.2)
     assert any("each token has a label of its own" in text for text in answer.warnings)
     for loss in (by_sample, by_first_token):
-        seen = rows_seen(model, loss, batches[0])
+        seen = rows_seen(model, loss, batches)
         assert not seen.labelled
-    assert rows_seen(model[:1], by_token, batches[0]) == (1.0, True, 1.0)  # a single block too
-    assert rows_seen(model, by_token, batches[0]).per_label == 1
-    assert rows_seen(model, by_sample, batches[0]).per_label == 12  # what is behind attention
+    assert rows_seen(model[:1], by_token, batches) == (1.0, True, 1.0)  # a single block too
+    assert rows_seen(model, by_token, batches).per_label == 1
+    assert rows_seen(model, by_sample, batches).per_label == 12  # what is behind attention
 
 
 def test_an_optimizer_without_a_state_is_warned_of():

@@ -434,3 +434,21 @@ def test_few_draws_of_an_unbiased_sketch_pass_for_reliable():
     assert int((draws.mean((1, 2)).abs() > 5 * errors).sum()) > 100
     assert not any(surprising(values) for values in draws.tolist())
     assert surprising((draws[0] + 1000 * errors[0]).tolist())
+
+
+def test_noise_that_the_loss_draws_is_no_signal():
+    """Denoising: σ² is that of draws, too. Of 32 batches ‖g‖² had it as a gradient in common."""
+
+    def denoised(model, x):
+        noisy = x + torch.randn_like(x)
+        return (model(noisy) - x).square().mean()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    x = torch.randn(4, 8)
+    batches = [x + 1e-6 * k for k in range(32)]  # the same samples: all noise is the loss's
+    variance = sp.measure(model, denoised, batches, sp.L1(0.5), draws=2, rounds=0).variance
+    parameters = list(model.parameters())
+    drawn = [torch.autograd.grad(denoised(model, x), parameters) for _ in range(400)]
+    flat = torch.stack([torch.cat([g.flatten() for g in gradient]) for gradient in drawn])
+    assert variance.sigma2.value == pytest.approx(float(flat.var(0).sum()), rel=0.4)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import sketchprop as sp
-from sketchprop.meters.noise.pace import Pace, adaptive, noise_by_parameter
+from sketchprop.meters.noise.pace import Pace, adaptive, noise_by_parameter, ready
 
 SIZES, SQUARES, SIGNAL = (8, 2, 5), (4.0, 1.0, 0.5), (0.5, 0.4, 0.01)
 NOISE = (6.0, 0.0, 0.7)
@@ -30,6 +30,16 @@ def test_steps_with_adam_are_what_the_best_rate_gains_without_noise_over_with_it
     assert Pace(SIZES, SQUARES, SIGNAL, divides=True).steps(NOISE) == pytest.approx(
         wanted, rel=1e-4
     )
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Adamax", "RMSprop", "SGD"])
+def test_it_is_ready_after_a_step(kind):
+    layer = nn.Linear(2, 2)
+    optimizer = getattr(torch.optim, kind)(layer.parameters())
+    assert ready(optimizer) == (kind in ("SGD", "RMSprop"))  # by its groups it is like SGD
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert ready(optimizer)
 
 
 def test_steps_with_sgd_grow_with_the_mean_square_of_the_gradient():

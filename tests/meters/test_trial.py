@@ -9,6 +9,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from torch import nn
 
 import sketchprop as sp
 from measure_helpers import loss_fn, make_batches, mlp
@@ -170,6 +171,20 @@ def test_a_loader_without_an_end_does_not_fill_the_memory(monkeypatch):
     found = sp.trial(model, clock.loss, endless, optimizer, sp.L1(0.9), minutes=5, clock=clock)
     assert max(curve[-1].steps for curve in found.ways[0].curves) > 20
     assert found.different == 20
+
+
+def test_a_batch_norm_that_is_frozen_stays_so():
+    norm = nn.BatchNorm1d(8).eval()
+    model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 4))
+    clock, seen = Clock(), []
+
+    def watched(model, batch):
+        seen.append((model.training, model[1].training))
+        return clock.loss(model, batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sp.trial(model, watched, make_batches(12), optimizer, FEW, minutes=3, clock=clock)
+    assert set(seen) == {(True, False), (False, False)}
 
 
 def test_bad_input_is_refused_with_a_way_out():

@@ -128,6 +128,8 @@ class SketchedBlock(SketchedModule):
         if isinstance(call, str) or _keeps_all(state.sketch, call.x):
             self._note({_ALL: call} if isinstance(call, str) else {})
             return plain(*args, **kwargs)
+        if not (call.x.requires_grad or any(p.requires_grad for p in self.parameters())):  # type: ignore[attr-defined]
+            return plain(*args, **kwargs)  # a frozen block below all that trains
         if state.proof is None and torch.compiler.is_compiling() and _unproven(self.plain):
             return plain(*args, **kwargs)
         if state.proof is None and _can_prove(args, kwargs):

@@ -43,6 +43,8 @@ ATTENTION = 4 * ROOM
 """FLOPs of attention's backward for each kept query, key and channel, with room for more queries:
 of its ten, as its kernel takes less time for them than layers do (MiniLM at 512 tokens, a CPU)."""
 
+PATIENCE = 3
+"""Backward passes after which blocks without a gradient are not waited for."""
 NOTHING = [math.nan] * (len(RUNGS) + 12)
 """The numbers of a block that could not be measured."""
 
@@ -89,24 +91,35 @@ def shared_out(blocks: Sequence[Sequence[float]], tokens: Tokens) -> list[Budget
     never fewer than rows. Budgets that were given stay."""
     factors = Factors.of(blocks)
     even = [float(b) for b in (tokens.budget, tokens.query_budget, tokens.key_budget)]
-    start = [min(range(len(RUNGS)), key=lambda i: abs(RUNGS[i] - b)) for b in even]
     given = torch.tensor([False, tokens.queries is not None, tokens.keys is not None])
     fixed = given | (factors.cost[:, :3] == 0)
     rungs = torch.tensor(RUNGS, dtype=torch.float64)
-    flat = torch.tensor(start).expand(len(blocks), 3)
-    laws = factors.laws
+    laws, flat = factors.laws, torch.tensor(even, dtype=torch.float64).expand(len(blocks), 3)
 
-    def weighed(plans: Tensor) -> tuple[Tensor, Tensor]:
-        """The score and the cost of ``plans[..., blocks, 3]``."""
-        own = laws.expand(*plans.shape, -1).gather(-1, plans.unsqueeze(-1)).squeeze(-1)
+    def judged(own: Tensor, budgets: Tensor) -> tuple[Tensor, Tensor]:
+        """The score and the cost of budgets whose laws are ``own[..., blocks, 3]``."""
         score = factors.noise(own).pow(WORST).mean(-1).pow(1 / WORST)
         # Attention has places for the usual number of queries, see ``Tokens.capacity``.
-        places = torch.maximum(rungs[plans][..., 1], rungs[plans][..., 0] + QUERIES).clamp(max=1)
-        budgets = torch.cat([rungs[plans], places.unsqueeze(-1)], -1)
+        places = torch.maximum(budgets[..., 1], budgets[..., 0] + QUERIES).clamp(max=1)
+        budgets = torch.cat([budgets, places.unsqueeze(-1)], -1)
         return score, (factors.cost * budgets).sum((-1, -2))
 
-    before, most = weighed(flat)
-    now = torch.where(fixed, flat, 0)
+    def weighed(plans: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of rungs; budgets that are given stay."""
+        own = laws.expand(*plans.shape, -1).gather(-1, plans.unsqueeze(-1)).squeeze(-1)
+        return judged(torch.where(fixed, usual, own), torch.where(fixed, flat, rungs[plans]))
+
+    # A law is nearly a line in 1/b between two rungs.
+    above = torch.searchsorted(rungs, flat[0]).clamp(1, len(RUNGS) - 1)
+    low, high = 1 / rungs[above - 1], 1 / rungs[above]
+    share = (1 / flat[0] - high) / (low - high)
+    at = [
+        laws.gather(-1, i.expand(len(blocks), 3).unsqueeze(-1)).squeeze(-1)
+        for i in (above - 1, above)
+    ]
+    usual = share * at[0] + (1 - share) * at[1]
+    before, most = judged(usual, flat)
+    now = torch.zeros(len(blocks), 3, dtype=torch.int64)
     score, cost = weighed(now)
     moves = [divmod(int(i), 3) for i in (~fixed).flatten().nonzero()]
     while moves:
@@ -124,7 +137,7 @@ def shared_out(blocks: Sequence[Sequence[float]], tokens: Tokens) -> list[Budget
         now, score, cost = plans[best], scores[best], costs[best]
     if not score < WORTH * before:
         return [(even[0], even[1], even[2])] * len(blocks)
-    chosen = torch.where(fixed, torch.tensor(even, dtype=torch.float64), rungs[now])
+    chosen = torch.where(fixed, flat, rungs[now])
     return [(rows, queries, keys) for rows, queries, keys in chosen.tolist()]
 
 
@@ -142,6 +155,7 @@ class Shares:
     """Whether the next backward pass measures."""
     alone: bool = False
     """Whether it measures for this process only."""
+    _passes: int = 0
     _expected: set[str] = field(default_factory=set)
     _arrived: dict[str, Any] = field(default_factory=dict)
     _task: int = -1
@@ -154,6 +168,10 @@ class Shares:
         if not y.requires_grad:
             return
         name = next(name for name, state in self.states.items() if state is block.sketching)
+        if torch._C._current_graph_task_id() != -1 and name not in self._expected:
+            self.open = False
+            self.note = "even: checkpointing is reentrant; checkpoint with use_reentrant=False"
+            return
         device = y.device.type
         autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         together = None if self.alone else _processes()
@@ -174,9 +192,13 @@ class Shares:
 
     def _measure(self, together: Any) -> None:
         arrived, self._arrived, self._task = self._arrived, {}, -1
-        own = [p for _, block, *_ in arrived.values() for p in block.parameters()]
-        if together == "unknown" or any(type(p) is not nn.Parameter for p in own):
-            self.open, self.note = False, "even: several processes, and not DDP"
+        # One may have been unsketched since its forward pass.
+        arrived = {n: own for n, own in arrived.items() if "sketching" in vars(own[1])}
+        kinds = {type(p) for _, block, *_ in arrived.values() for p in block.parameters()}
+        if together == "unknown" or kinds - {nn.Parameter}:
+            self.open, self.note = False, "even: weights are not plain parameters"
+            if together == "unknown":
+                self.note = "even: several processes, and not DDP"
             return
         place, exact = 0, None
         for name, (y, block, args, kwargs, G, autocast) in arrived.items():
@@ -184,15 +206,26 @@ class Shares:
             G = exact if exact is not None and y.data_ptr() == place else G  # noqa: PLW2901
             self.blocks[name], x, exact = _measured(self.tokens, block, args, kwargs, G, autocast)
             place = x.data_ptr()
-        names = [name for name in self.states if name in self._expected]
-        if together is not None:
+        # Of each block whether it has numbers, and whether it ran and has none yet.
+        found = []
+        for name in self.states:
+            own = self.blocks.get(name, NOTHING)
+            good = all(map(math.isfinite, own))
+            missing = not good and name in self._expected
+            found.append([*(own if good else [0.0] * len(own)), float(good), float(missing)])
+        if together is not None:  # processes may have run different blocks
             device, group = next(together.parameters()).device, together.process_group
-            means = mean_over_processes([self.blocks.get(n, NOTHING) for n in names], device, group)
-            self.blocks = dict(zip(names, means, strict=True))
-        finite = {n: b for n, b in self.blocks.items() if all(map(math.isfinite, b))}
-        self.blocks = finite
-        if len(names) > 1 and all(name in finite for name in names):
+            found = mean_over_processes(found, device, group)
+        self._passes += 1
+        self.blocks = {
+            name: [number / good for number in own]
+            for name, (*own, good, _) in zip(self.states, found, strict=True)
+            if good
+        }
+        waits = any(missing for *_, missing in found) and self._passes < PATIENCE
+        if self.blocks and not waits:
             self.open = False
+            self.note = "even: fewer than two blocks have a gradient"
             self.give(self.tokens)
 
     def sketches(self, tokens: Tokens) -> dict[str, Tokens]:
@@ -241,6 +274,14 @@ def share_out(states: Mapping[str, Any]) -> None:
             state.shares = shares
 
 
+def leave(state: Any) -> None:
+    """A block that is sketched anew, or no more, shares its budget no longer."""
+    if state.shares is not None:
+        for name in [name for name, own in state.shares.states.items() if own is state]:
+            del state.shares.states[name]
+            state.shares.blocks.pop(name, None)
+
+
 def shares_in(model: nn.Module) -> list[Shares]:
     """Each once."""
     states = [vars(m).get("sketching") for m in model.modules()]
@@ -253,7 +294,8 @@ def shares_of(model: nn.Module) -> dict[str, list[float]]:
 
     Save them: ``torch.save({"model": model.state_dict(), "shares": shares_of(model)}, path)``.
     """
-    return {name: own for shares in shares_in(model) for name, own in shares.blocks.items()}
+    done = [shares for shares in shares_in(model) if not shares.open]
+    return {name: own for shares in done for name, own in shares.blocks.items()}
 
 
 def load_shares_(model: nn.Module, blocks: Mapping[str, Sequence[float]]) -> None:

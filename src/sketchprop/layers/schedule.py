@@ -56,7 +56,9 @@ def set_budget_(model: Model, budget: float | int) -> Model:
     if not states:
         raise ValueError(f"{type(model).__name__} has no sketched layer; call sketch_ on it first")
     for shares in shares_in(model):
-        shares.give(shares.tokens.with_budget(budget))
+        tokens = shares.tokens.with_budget(budget)
+        if repr(tokens) != repr(shares.tokens):
+            shares.give(tokens)
     for state in states:
         state.idle = False
         if state.shares is not None:

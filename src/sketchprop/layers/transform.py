@@ -15,7 +15,7 @@ from torch import nn
 from ..sketches import AnySketch, Planner, Tokens
 from .blocks import SketchedBlock
 from .choose import HOOKED, choose, known_class
-from .depth import share_out
+from .depth import leave, share_out
 from .select import Filter, Layers
 from .share import kept_flops
 from .sketched import SketchedModule, Sketching
@@ -154,6 +154,7 @@ def exact(model: nn.Module) -> Iterator[None]:
 
 def _turn(module: nn.Module, state: Sketching) -> None:
     if isinstance(module, SketchedModule):
+        leave(module.sketching)
         state.exact = module.sketching.exact
     else:
         _change_class(module, known_class(type(module)))
@@ -176,4 +177,4 @@ def _restore(module: nn.Module) -> None:
             "(model):`, or unsketch_ the model before"
         )
     _change_class(module, module.plain)
-    del module.__dict__["sketching"]
+    leave(module.__dict__.pop("sketching"))

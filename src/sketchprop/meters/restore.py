@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..core.random import random_state_kept
-from ..layers import Sketching
+from ..layers.choose import HOOKED
 from ..layers.isolation import SKETCHING
 from ..layers.select import blocks_of, units_of
 from ..layers.transform import sketch_
 from ..sketches import AnySketch, Planner
+
+ENTRIES = (SKETCHING, HOOKED)
+"""What a sketch leaves in a module, or changes there."""
 
 
 class Buffers:
@@ -55,7 +58,10 @@ def restored(
         stack.enter_context(random_state_kept())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        states = [(m, type(m), m.training, vars(m).get(SKETCHING)) for m in model.modules()]
+        states = [
+            (m, type(m), m.training, {n: vars(m)[n] for n in ENTRIES if n in vars(m)})
+            for m in model.modules()
+        ]
         stack.callback(_put_back, states, [(p, p.grad) for p in model.parameters()])
         buffers = Buffers(model)
         stack.callback(buffers.restore)
@@ -73,16 +79,15 @@ def restored(
 
 
 def _put_back(
-    states: list[tuple[nn.Module, type[nn.Module], bool, Sketching | None]],
+    states: list[tuple[nn.Module, type[nn.Module], bool, dict[str, Any]]],
     gradients: list[tuple[nn.Parameter, Tensor | None]],
 ) -> None:
-    for module, kind, training, sketching in states:
+    for module, kind, training, entries in states:
         if type(module) is not kind:
             module.__class__ = kind
         module.training = training
         vars(module).pop(SKETCHING, None)
-        if sketching is not None:
-            vars(module)[SKETCHING] = sketching
+        vars(module).update(entries)
     for parameter, grad in gradients:
         parameter.grad = grad
 

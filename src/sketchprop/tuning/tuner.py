@@ -206,7 +206,7 @@ class Tuner:
             exact = partial(timed, partial(gradients.exact, batch), gradients.device, self.clock)
             with gradients.switch.installed():
                 # The first pass warms up; over the batch before it tells σ², too.
-                other = gradients.exact(batch if self._before is None else self._before)
+                other = gradients.exact(batch if self._before is None else self._before, 1)
                 first, plain = exact()
                 sigma2 = math.nan if self._before is None else squared_distance(other, plain) / 2
                 del other

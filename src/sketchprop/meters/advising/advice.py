@@ -147,7 +147,8 @@ class Advice(Report):
     @property
     def answer(self) -> Answer:
         if self.gains:
-            return Answer.HALVE if self._half_is_better else Answer.PAYS
+            sure = self._half_is_better and self.control and self.control.interval[1] < 1
+            return Answer.HALVE if sure else Answer.PAYS
         faster = any((option.time or 1.0) <= 1 - MARGIN for option in self.options if option.noisy)
         if 2 * len(self.untried) >= len(self.options) or (self.hidden and faster):
             return Answer.UNKNOWN
@@ -169,7 +170,7 @@ class Advice(Report):
         """Whether half of the batch is ahead, by two standard errors, of exact steps on the whole
         and of an option that gains."""
         best, control = self.best, self.control
-        if control is None or control.change is None:
+        if control is None or control.change is None or self.hidden:
             return False
         bar, error = (_change(best), best.error) if best and self.gains else (1.0, 0.0)
         return bar - control.change > max(MARGIN, 2 * math.hypot(error, control.error))
@@ -186,8 +187,8 @@ class Advice(Report):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """That of ``closest``: it holds four of five whole training runs."""
-        return self.closest.interval
+        """That of ``closest``: it holds four of five whole training runs; 1 for 'stay exact'."""
+        return (1.0, 1.0) if self.answer == Answer.STAY else self.closest.interval
 
     @property
     def line(self) -> str:
@@ -212,12 +213,12 @@ class Advice(Report):
             )
         first = ""
         if self.answer == Answer.UNKNOWN:
-            first = "what its noise costs is not known; "
+            first = "what its noise costs is not known; " if self.hidden else ""
         elif self.answer == Answer.CLOSE:
             first = "whole trainings differ from such predictions by more than this; "
         elif not self.gains:
             first = "what is saved is not worth the noise; "
-        elif self._half_is_better:
+        elif self.answer == Answer.HALVE:
             first = f"half of the batch gains more: {self._half_text}; on the whole "
         return first + best.numbers
 
@@ -244,7 +245,7 @@ class Advice(Report):
                 lines = [f"Too close to call: {said}.", f"A short training tells: {_TRIAL}.", *why]
             case _:
                 lines = ["Stay exact: no sketch pays here.", *why]
-        if self.answer in (Answer.CLOSE, Answer.STAY) and self._half_is_better:
+        if self.answer in (Answer.PAYS, Answer.CLOSE, Answer.STAY) and self._half_is_better:
             lines.append(f"Half of the batch: {self._half_text}.")
         notes = [f"Note: {text}." for text in self.warnings]
         tried = [] if self.trial is None else [self.trial.headline()]

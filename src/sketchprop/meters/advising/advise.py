@@ -22,6 +22,7 @@ from ..restore import check_minutes, check_model, check_sketchable, restored
 from .advice import FEWEST_BATCHES, OUT_OF_TIME, Advice, Option
 from .candidates import candidates, rows_seen
 from .meter import COMPILED, FOR_HALF, LEAST_PASSES, Meter
+from .trial import HELD
 from .trial import trial as run_trial
 
 MOST_BATCHES = 32
@@ -73,13 +74,13 @@ def advise(
     check_model(model)
     check_sketchable(model)
     check_minutes(minutes, 2)
-    if trial and optimizer is None:
-        raise ValueError("trial= trains for a while: give optimizer= with it")
     if compile and (trial or not blocks_of(model)):
         why = "trial= trains uncompiled" if trial else "no block is known that Tokens could take"
         raise ValueError(f"compile=True compiles kept tokens: {why}; ask without compile=True")
     taken = different(islice(iter(batches), MOST_BATCHES), FEWEST_BATCHES)
     given = len(taken)
+    if trial:
+        _check_trial(trial, optimizer, given)
     if given < 2:
         raise ValueError(
             f"{given} different batches were given; σ² is the variance between batches: "
@@ -90,7 +91,7 @@ def advise(
     with unhurried(next(model.parameters()).device) as busy:
         with restored(model) as buffers:
             unsketch_(model)
-            seen = rows_seen(model, loss_fn, taken[0])
+            seen = rows_seen(model, loss_fn, taken)
             tried, told = candidates(model, seen.live, compile)
             a_pass = seconds_of_a_pass(model, loss_fn, taken[0])
             # A quarter of the time for σ², with as many batches as there are in it.
@@ -107,14 +108,14 @@ def advise(
             half = meter.half(max(each, FOR_HALF * meter.a_pass)) if control else None
             buffers.restore()
             options: list[Option] = []
-            for i in range(len(tried)):  # the most promising at the cost of the last
-                if options:
-                    tried[i] = tried[i].after(options[-1].noise)
+            todo = tried
+            while todo:  # the most promising at the cost of the last
                 remaining = end - monotonic()
-                share = max(remaining / (len(tried) - i), LEAST_PASSES * meter.a_pass)
-                options.append(meter.measured(tried[i], min(share, remaining)))
+                share = max(remaining / len(todo), LEAST_PASSES * meter.a_pass)
+                options.append(meter.measured(todo[0], min(share, remaining)))
+                todo = [c for c in todo[1:] if c.follows(options[0].noise)]
                 if progress is not None:
-                    progress((i + 1) / len(tried))
+                    progress(len(options) / (len(options) + len(todo)))
         _check_tried(options, told, minutes)
         advice = Advice(
             options=tuple(options),
@@ -139,6 +140,18 @@ def advise(
             how: Any = {"control": control, "progress": progress, "seed": seed}
             outcome = run_trial(model, loss_fn, batches, optimizer, best, minutes=trial, **how)
     return replace(advice, warnings=tuple(told), trial=outcome, seconds=seconds)
+
+
+def _check_trial(minutes: float, optimizer: Any, given: int) -> None:
+    """What would make the trial impossible, before the time for advice is spent."""
+    check_minutes(minutes, 5)
+    if optimizer is None:
+        raise ValueError("trial= trains for a while: give optimizer= with it")
+    if given <= HELD:
+        raise ValueError(
+            f"trial= holds {HELD} batches out and trains on others, and {given} were given: give "
+            "all batches of your training"
+        )
 
 
 def _check_tried(options: Sequence[Option], told: Sequence[str], minutes: float) -> None:

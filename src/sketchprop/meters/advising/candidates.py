@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -36,13 +37,13 @@ class Candidate:
     everywhere: bool = False
     of_blocks: bool = False
     compile: bool = False
-    calm: AnySketch | None = None
-    """Tried in its place, if the candidate before it has little noise."""
+    calm: bool | None = None
+    """Whether it is tried only where the first candidate has little noise, or only where it has
+    more."""
 
-    def after(self, noise: float | None) -> Candidate:
-        """What is tried after a candidate with so much noise."""
-        calm = self.calm if noise is not None and noise < CALM else None
-        return self if calm is None else replace(self, sketch=calm, calm=None)
+    def follows(self, noise: float | None) -> bool:
+        """Whether it is tried where the first candidate has so much noise."""
+        return self.calm is None or noise is None or self.calm == (noise < CALM)
 
     @property
     def name(self) -> str:
@@ -75,20 +76,22 @@ def candidates(
     fitting = [*free] if share <= MANY_ZEROS else []
     if blocks_of(model):
         # Where most rows are zero, all others can be kept for little.
-        budgets = (0.3, 0.5, 0.2) if share > MANY_ZEROS else (1.1, 0.6, 0.3)
-        kept = [Candidate(Tokens(round(p * share, 3)), of_blocks=True) for p in budgets]
-        if share > MANY_ZEROS:  # more tokens where noise costs much, else fewer
-            kept[1] = replace(kept[1], calm=Tokens(round(0.1 * share, 3)))
-        fitting += kept
+        budgets = (0.3, 0.5, 0.1, 0.2) if share > MANY_ZEROS else (1.1, 0.6, 0.3)
+        calm = {0.5: False, 0.1: True}
+        fitting += [
+            Candidate(Tokens(_part(p * share)), of_blocks=True, calm=calm.get(p)) for p in budgets
+        ]
     fitting += [] if share <= MANY_ZEROS else free
-    rows = round(0.3 * share, 3)
-    fitting += [Candidate(Rows(rows)), Candidate(Rows(0.3, unit="sample"), everywhere=True)]
+    fitting += [
+        Candidate(Rows(_part(0.3 * share))),
+        Candidate(Rows(0.3, unit="sample"), everywhere=True),
+    ]
     fitting.append(Candidate(L1(0.3)))
     if compile:
         fitting = [replace(c, compile=True) for c in fitting if c.of_blocks]
     harmless: list[Candidate] = []
     warnings: dict[str, str] = {}
-    for candidate in fitting:
+    for candidate in {c.name: c for c in fitting}.values():
         rule = everything if candidate.everywhere else None
         found = findings(model, choose(model, candidate.sketch, rule))
         harm = {f.name: f"{f}. Such sketches were not tried" for f in found if f.level == "harm"}
@@ -96,6 +99,10 @@ def candidates(
         if not harm:
             harmless.append(candidate)
     return harmless, list(warnings.values())
+
+
+def _part(share: float) -> float:
+    return max(0.001, round(share, 3))
 
 
 class Rowed(NamedTuple):
@@ -110,8 +117,9 @@ class Rowed(NamedTuple):
     that share a label."""
 
 
-def rows_seen(model: nn.Module, loss_fn: Loss, batch: Any) -> Rowed:
-    """Which rows of G are not zero; one exact pass.
+def rows_seen(model: nn.Module, loss_fn: Loss, batches: Sequence[Any]) -> Rowed:
+    """Which rows of G are not zero; one exact pass, or two if the first batch has no label. Where a
+    gradient reaches hardly a layer, as below a head of zeros, all rows count.
 
     Rows of padding are zero in all layers; where one token is read, most rows of the last block.
     A head that still has a row for each token belongs to a loss for each token.
@@ -132,12 +140,19 @@ def rows_seen(model: nn.Module, loss_fn: Loss, batch: Any) -> Rowed:
 
     kernels = nn.Conv1d | nn.Conv2d
     linear = [m for m in sketchable_layers(model).values() if not isinstance(m, kernels)]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    live: list[float] = []
     with call_hooks(linear, after=watch):
-        one_pass(loss_fn, model, batch, [p for p in model.parameters() if p.requires_grad])
-    if not shares:
+        for batch in batches[:2]:
+            for seen in (shares, counts, tokens):
+                seen.clear()
+            one_pass(loss_fn, model, batch, trained)
+            live = list(map(float, shares))
+            if live and median(live) > 0:
+                break
+    if not live:
         return Rowed(1.0, False, 1.0)
     # Backward meets the last layer first.
-    live = [float(share) for share in shares]
     rows = [count * share for count, share in zip(counts, live, strict=True)]
     labelled = tokens[0] and live[0] > MANY_LABELS
-    return Rowed(median(live), labelled, median(rows) / max(1.0, rows[0]))
+    return Rowed(median(live) or 1.0, labelled, median(rows) / max(1.0, rows[0]))

@@ -228,7 +228,8 @@ def trial(
         runs = []
         for name, repeat in itertools.product(names, range(repeats)):
             twins = _copied(model, optimizer)
-            unsketch_(twins[0]).train()
+            if not unsketch_(twins[0]).training:  # else parts in eval mode are meant to be
+                twins[0].train()
             if name == candidate.name:
                 candidate.apply_(twins[0])
             draw = stream.halves if name == HALF else stream.whole
@@ -351,9 +352,11 @@ class _Run:
     @torch.no_grad()
     def look(self, held: Sequence[Any]) -> None:
         """Takes the loss on batches kept apart."""
+        modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         loss = fmean(float(self.loss_fn(self.model, batch)) for batch in held)
-        self.model.train()
+        for module, mode in modes.items():
+            module.training = mode
         self.curve.append(Moment(self.seconds, self.steps, loss))
 
 

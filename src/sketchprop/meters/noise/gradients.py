@@ -1,7 +1,8 @@
 """Repeated gradients of one batch in which only the sketches' draws change.
 
-The randomness of a forward pass (dropout) is the same in every pass over a batch, the buffers
-are put back before each, and a draw is a number: the same number draws the same.
+The randomness of a forward pass (dropout) is the same in every pass over a batch and another one
+for each batch, the buffers are put back before each, and a draw is a number: the same number draws
+the same.
 """
 
 from __future__ import annotations
@@ -119,19 +120,22 @@ class Gradients:
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self.device = self.parameters[0].device
+        self._number = 0
 
-    def exact(self, batch: Any) -> list[Tensor]:
-        """The exact gradient; records the uses of sketched layers on the way."""
+    def exact(self, batch: Any, number: int = 0) -> list[Tensor]:
+        """The exact gradient of a batch, told apart from others by its ``number``: noise that the
+        loss draws would else be a gradient. Records the uses of sketched layers on the way."""
+        self._number = number
         return self._run(batch, None, 0)
 
     def sketched(self, batch: Any, draw: int, first: int = 0) -> list[Tensor]:
-        """A sketched gradient with the uses from ``first`` on drawing, the others exact."""
+        """A sketched gradient of the same batch, with the uses from ``first`` on drawing."""
         return self._run(batch, first, draw)
 
     def _run(self, batch: Any, first: int | None, draw: int) -> list[Tensor]:
         self.buffers.restore()
         self.switch.start(first, draw)
-        seed_generators(self.device, self.seed)
+        seed_generators(self.device, self.seed, self._number)
         value = scalar_loss(self.loss_fn, self.model, batch)
         self.switch.recording = False
         seed_generators(self.device, self.seed, draw, -1)

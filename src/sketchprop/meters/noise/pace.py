@@ -46,7 +46,7 @@ def adaptive(optimizer: Any) -> bool:
 
 def ready(optimizer: Any) -> bool:
     """Whether it has made a step, as far as can be told: True for one that does not divide."""
-    return not adaptive(optimizer) or _squares(optimizer)
+    return not adaptive(optimizer) or bool(optimizer.state)
 
 
 def steps_made(optimizer: Any) -> int | None:

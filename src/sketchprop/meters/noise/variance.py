@@ -177,8 +177,8 @@ def measure_variance(
             deviations: list[list[float]] = []
             squares: list[list[float]] = []
             drawn: list[list[_Draw]] = []
-            for batch in batches:
-                exact = gradients.exact(batch)
+            for place, batch in enumerate(batches):
+                exact = gradients.exact(batch, place)
                 apart = [wide(g) - m for g, m in zip(exact, mean, strict=True)]
                 deviations.append(units.sums(squared_norms(apart)))
                 squares.append(units.sums(squared_norms(exact)))
@@ -192,8 +192,8 @@ def measure_variance(
 
 def _mean_gradient(gradients: Gradients, batches: Sequence[Any]) -> list[Tensor]:
     mean = [torch.zeros_like(wide(p)) for p in gradients.parameters]
-    for batch in batches:
-        for total, g in zip(mean, gradients.exact(batch), strict=True):
+    for place, batch in enumerate(batches):
+        for total, g in zip(mean, gradients.exact(batch, place), strict=True):
             total.add_(wide(g) / len(batches))
     return mean
 
