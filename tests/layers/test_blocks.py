@@ -267,6 +267,18 @@ def test_a_part_that_differentiates_in_its_forward_pass_trains() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_a_frozen_block_below_all_that_trains_is_the_plain_one(monkeypatch) -> None:
+    model, x = sp.sketch_(vit(), Tokens(0.3)), torch.randn(N, 3, 16, 16)
+    model(x)
+    ran = []
+    run = SketchedBlock.run
+    monkeypatch.setattr(SketchedBlock, "run", lambda *a, **k: ran.append(a[0]) or run(*a, **k))
+    for part in (model.embed, model.position, model.blocks[0]):
+        part.requires_grad_(False)
+    model(x).sum().backward()
+    assert ran == [model.blocks[1]]
+
+
 def test_hooks_inside_a_block_run_and_gradients_stay_unbiased() -> None:
     model = sp.sketch_(vit(), Tokens(0.3))
     gradients(model)  # the first batch runs both ways
