@@ -148,7 +148,8 @@ def steps(*asked: tuple[str, str]) -> str:
     for task, sketch in asked:
         own = costs[task]
         of = [f"{own[f'{sketch}/{n}'] / own[f'/{n}']:.2f}" if f"/{n}" in own else "" for n in sizes]
-        lines.append([f"{_part(task)['task'].label}, `{sketch}`", *of])
+        shown = sketch.replace(", share='measured'", "")
+        lines.append([f"{_part(task)['task'].label}, `{shown}`", *of])
     return table(["batch size", *map(str, sizes)], lines)
 
 
