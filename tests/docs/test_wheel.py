@@ -95,7 +95,6 @@ def test_the_wheel_of_the_sdist_works_where_nothing_but_torch_is(tmp_path):
     first, *_, last = checked([str(scripts / "python"), "-c", code], cwd=tmp_path).splitlines()
     assert first == "sketchprop"
     assert last == "SketchedZooBlock tensor(True)"
-    assert (tmp_path / "model.pt").is_file()
     # Here, where everything is installed, import and use bring nothing else either.
     assert checked([sys.executable, "-c", IMPORT]).split() == ["sketchprop"]
 
