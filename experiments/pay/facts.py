@@ -223,9 +223,9 @@ def _sizes(contest: Contest, times: Mapping[str, Any]) -> list[list[str]]:
     lines = [["batch", *map(str, contest.batches)]]
     shown = [f"{1000 * seconds[f'/{size}'] / size:.3g}" for size in contest.batches]
     lines.append(["exact, ms a sample", *shown])
-    for sketch in (way.sketch for way in map(find_way, contest.ways) if way.kept):
-        shown = [f"{costs[f'{sketch}/{n}'] / costs[f'/{n}']:.2f}" for n in contest.batches]
-        lines.append([f"{sketch}, over exact", *shown])
+    for way in (way for way in map(find_way, contest.ways) if way.kept):
+        shown = [f"{costs[f'{way.sketch}/{n}'] / costs[f'/{n}']:.2f}" for n in contest.batches]
+        lines.append([f"{way.label}, over exact", *shown])
     return lines
 
 
