@@ -71,11 +71,20 @@ def fsdp() -> dict[str, Any]:
     return compare(shard)
 
 
+def dropped() -> dict[str, list[float]]:
+    """Each rank leaves out a block of its own, as layer drop does."""
+    model = sp.sketch_(vit(), Tokens(0.4))
+    model.blocks[dist.get_rank()].forward = lambda x: x
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    step_gradients(wrapped, 0)
+    return shares_of(model)
+
+
 @pytest.fixture(scope="module")
 def results(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> list[dict[str, Any]]:
-    return run_once(tmp_path_factory, request, "blocks", WORLD, (ddp, fsdp))
+    return run_once(tmp_path_factory, request, "blocks", WORLD, (ddp, fsdp, dropped))
 
 
 @pytest.mark.parametrize("case", ["ddp", "fsdp"])
@@ -92,3 +101,11 @@ def test_data_parallelism_sees_the_gradients_of_blocks(
     shares = [rank[case]["shares"] for rank in results]
     assert shares[0] == shares[1]
     assert bool(shares[0]) == (case == "ddp")  # sharded weights cannot be measured: even
+
+
+def test_processes_that_ran_different_blocks_have_the_same_budgets(
+    results: list[dict[str, Any]],
+) -> None:
+    first, second = (rank["dropped"] for rank in results)
+    assert first == second
+    assert set(first) == {"blocks.0", "blocks.1"}

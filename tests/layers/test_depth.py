@@ -71,6 +71,18 @@ def test_what_is_needed_below_is_taken_from_where_it_is_wasted() -> None:
     assert mean <= 8 * 0.3 + 2 * 0.4 + 2 * 0.7 + 0.4 + 1e-6
 
 
+@pytest.mark.parametrize("budget", [0.125, 0.22, 0.55])
+def test_budgets_between_two_rungs_cost_what_the_even_ones_cost(budget: float) -> None:
+    tokens = Tokens(budget)
+    even = (tokens.budget, tokens.query_budget, tokens.key_budget)
+    found = shared_out([numbers(1.0), numbers(0.3), numbers(0.0)] * 4, tokens)
+
+    def cost(rows: float, queries: float, keys: float) -> float:
+        return 8 * rows + 2 * queries + 2 * keys + max(queries, min(1.0, rows + 0.1))
+
+    assert 0.97 < sum(cost(*own) for own in found) / 12 / cost(*even) < 1 + 1e-6
+
+
 def test_budgets_that_were_given_stay_and_little_gain_leaves_them_even() -> None:
     blocks = [numbers(1.0), numbers(0.3), numbers(0.0)]
     found = shared_out(blocks, Tokens(0.3, queries=0.62, keys=0.5))
