@@ -88,7 +88,20 @@ class RedundancyStudy(MeasuredStudy):
         }
         written = picture(out, "redundancy", len(PANELS), partial(_draw, lines), (4.0, 3.4))
         facts = {"lines": lines, "series": SERIES, "machine": found["machine"]}
-        return written, facts
+        return written, {**facts, "best": {name: _best(lines, name) for name in SERIES}}
+
+
+def _best(lines: dict[tuple[str, str], list[dict[str, Any]]], name: str) -> list[str]:
+    """Of each size the least time at equal noise, in words."""
+    found: dict[int, tuple[float, str]] = {}
+    for (own, budget), points in lines.items():
+        for point in points if own == name else ():
+            least = found.get(point["tokens"], (math.inf, ""))
+            found[point["tokens"]] = min(least, (point["equal"], budget))
+    return [
+        f"{number_text(equal, 2)} with {tokens:,} (`Tokens({budget})`)"
+        for tokens, (equal, budget) in found.items()
+    ]
 
 
 def _line(moment: dict[str, Any], budget: str, tokens: int) -> dict[str, Any]:
@@ -120,9 +133,12 @@ def _draw(lines: dict[tuple[str, str], list[dict[str, Any]]], panels: Sequence[A
         label_axes(axes, title, "tokens that share one label", "over exact")
     panels[1].set_yscale("log")
     panels[1].set_ylabel("V/σ²")
+    panels[2].set_yscale("log")
+    marks = (0.5, 0.7, 1, 2, 5, 10, 50)
+    panels[2].set_yticks(marks, [f"{mark:g}" for mark in marks])
     for axes in (panels[0], panels[2]):
         axes.axhline(1, color="k", lw=0.8)
-    panels[2].text(ticks[-1], 1, "below: a gain", ha="right", va="top", fontsize=7)
+    panels[2].text(ticks[0], 0.97, "below: a gain", va="top", fontsize=7)
     panels[0].legend(fontsize=6)
 
 
