@@ -230,6 +230,49 @@ def test_what_is_asked_for_beyond_kept_tokens_is_exact_and_said() -> None:
     assert "drop_path drops whole samples" in blocks(dropping)[0].sketching.note
 
 
+def pruned(model: Any) -> Any:
+    """Half of the heads are gone from each block, with the keys that they share."""
+    for name, part in model.named_modules():
+        if name.endswith(("query", "key", "value", "q_proj", "k_proj", "v_proj")):
+            half = part.out_features = part.out_features // 2
+            part.weight = nn.Parameter(part.weight[:half].detach())
+            part.bias = None if part.bias is None else nn.Parameter(part.bias[:half].detach())
+        elif name.endswith(("o_proj", "attention.output.dense")):
+            half = part.in_features = part.in_features // 2
+            part.weight = nn.Parameter(part.weight[:, :half].detach())
+    return model
+
+
+def hooked(model: Any) -> Any:
+    for name, part in model.named_modules():
+        if name.endswith("drop_path"):
+            part.register_forward_hook(lambda module, args, out: out / 2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "options"),
+    [
+        ("Llama without a cache", pruned, {}),
+        ("ViT", pruned, {}),
+        ("BERT", pruned, {}),
+        ("DINOv2", hooked, {}),
+        ("Llama without a cache", lambda model: model, {"is_causal": False}),
+    ],
+)
+def test_what_is_changed_after_the_first_batch_is_asked_for_again(
+    name: str, change: Any, options: dict[str, Any]
+) -> None:
+    plain = model_of(name)
+    model = sp.sketch_(copy.deepcopy(plain), Tokens(0.99, keys=1.0, share="even"))
+    batch = batch_for(name, padded=False)
+    gradients(model, batch)
+    torch.testing.assert_close(
+        gradients(change(model), {**batch, **options})[0],
+        gradients(change(plain), {**batch, **options})[0],
+    )
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize(
     ("name", "targets"),

@@ -43,6 +43,16 @@ def test_functional_call_uses_the_given_parameters() -> None:
     assert float(values["5.bias"].grad.norm()) > 0
 
 
+def test_blocks_without_weights_of_their_own_share_no_budget() -> None:
+    options = {"dim_feedforward": 16, "dropout": 0.0, "batch_first": True}
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, **options) for _ in range(2)))
+    values = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+    empty = sp.sketch_(model.to("meta"), sp.Tokens(0.3))
+    functional_call(empty, values, (torch.randn(3, 6, 8),)).square().sum().backward()
+    assert "not plain parameters" in empty[0].sketching.shares.note
+    assert all(value.grad is not None for value in values.values())
+
+
 @pytest.mark.parametrize("sketch", [*SKETCHES, sp.GradientSVD(0.3)], ids=repr)
 def test_export_of_the_eval_model_is_the_parents(sketch: sp.Sketch) -> None:
     x, _ = batch()

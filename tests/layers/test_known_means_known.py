@@ -13,6 +13,11 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
@@ -252,3 +257,104 @@ def test_what_ran_exactly_is_not_counted_as_saved(refused: bool) -> None:
     assert lines["q_proj"].flops == lines["k_proj"].kept == 1.0
     assert (lines["up_proj"].flops == 1.0) is refused
     assert (kept_flops(model, 128) == 1.0) is refused
+
+
+class Routed(nn.Module):
+    """A feed-forward part that keeps a loss of its own, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.inner = nn.Linear(8, 2), nn.Linear(8, 16)
+        self.aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = self.router(x).softmax(-1).mean((0, 1)).square().sum()
+        y: Tensor = self.inner(x)
+        return y.unflatten(-1, (2, 8)).mul(self.router(x).unsqueeze(-1)).sum(-2)
+
+
+def own_part() -> zoo.Block:
+    """A feed-forward part that is not known, and runs again."""
+    block, _ = block_and_input()
+    block.mlp = nn.Sequential(nn.Linear(8, 16), nn.Mish(), nn.Dropout(0.0), nn.Linear(16, 8))
+    return block
+
+
+def routed() -> zoo.Block:
+    block, _ = block_and_input()
+    block.mlp = Routed()
+    return block
+
+
+def few_rows(block: Any, run: Callable[..., Tensor] = lambda block, x: block(x)) -> list[Tensor]:
+    """Gradients where so few rows have one that no draw drops any."""
+    x = torch.linspace(-1, 1, 144).sin().view(3, 6, 8)
+    block.zero_grad()
+    y = run(block, x)[:, :2].square().sum()
+    (y + (10 * block.mlp.aux if isinstance(block.mlp, Routed) else 0)).backward()
+    return [p.grad.clone() for p in block.parameters()]
+
+
+def scaled(block: Any) -> None:
+    block.mlp[-1].weight.register_hook(lambda g: g / 10)
+
+
+def dropping(block: Any) -> None:
+    block.mlp[2].p = 0.5
+
+
+def selective(block: Any, x: Tensor) -> Tensor:
+    """Checkpointed, but for products, which are kept."""
+    kept = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        save = operation in kept
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    y: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("make", "later", "run"),
+    [
+        (lambda: block_and_input()[0], None, selective),
+        (routed, None, lambda block, x: block(x)),
+        (own_part, scaled, lambda block, x: block(x)),
+    ],
+    ids=["selective", "a loss of its own", "a hook on a parameter"],
+)
+def test_a_gradient_that_no_draw_drops_is_the_plain_ones(make: Any, later: Any, run: Any) -> None:
+    plain = make()
+    block = sp.sketch_(copy.deepcopy(plain), Tokens(0.7, keys=1.0, share="even"))
+    for step in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found, exact = few_rows(block, run), few_rows(plain, run)
+        for a, b in zip(found, exact, strict=True):
+            torch.testing.assert_close(a, b)
+        if later is not None and step == 0:
+            later(plain)
+            later(block)
+
+
+def test_a_part_that_drops_out_later_is_exact_from_then_on() -> None:
+    block = sp.sketch_(own_part(), Tokens(0.3, share="even"))
+    few_rows(block)
+    assert not block.sketching.note
+    dropping(block)
+    few_rows(block)
+    assert "not as it was when it was checked" in block.sketching.note
+
+
+def test_a_loss_that_branch_would_cut_off_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"keeps Routed\.aux, which would have no gradient"):
+        sp.branch(Routed(), torch.randn(3, 6, 8, requires_grad=True), 0.5)
+
+
+def test_several_gradients_at_once_are_refused_with_a_way_out() -> None:
+    block, x = block_and_input()
+    y = sp.sketch_(block, Tokens(0.3, share="even"))(x)
+    with pytest.raises(NotImplementedError, match="exact"):
+        torch.autograd.grad(y, x, torch.randn(2, *y.shape), is_grads_batched=True)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -411,6 +412,53 @@ def test_a_label_for_each_token_is_warned_of():
     assert rows_seen(model[:1], by_token, batches) == (1.0, True, 1.0)  # a single block too
     assert rows_seen(model, by_token, batches).per_label == 1
     assert rows_seen(model, by_sample, batches).per_label == 12  # what is behind attention
+
+
+def test_a_head_at_each_token_below_their_mean_has_one_label_a_sample():
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.Sequential(layer, nn.Linear(16, 5))
+    batches = [(torch.randn(4, 12, 16), torch.randint(5, (4,)))]
+    seen = rows_seen(model, lambda m, b: F.cross_entropy(m(b[0]).mean(1), b[1]), batches)
+    assert (seen.labelled, seen.per_label) == (False, 12)
+
+
+def test_samples_that_are_compared_with_each_other_are_not_cut_in_halves():
+    torch.manual_seed(3)
+    batches = [torch.randn(16, 8) for _ in range(6)]
+
+    def contrasted(m, x):
+        y = F.normalize(m(x), dim=-1)
+        return F.cross_entropy(y @ y.T, torch.arange(len(x)))
+
+    answer = sp.advise(mlp(), contrasted, batches, minutes=0.1)
+    assert (answer.control.change, "another loss" in answer.control.note) == (None, True)
+    answer = sp.advise(mlp(), lambda m, x: m(x).square().mean(), batches, minutes=0.1)
+    assert answer.control.change is not None
+
+
+def test_a_loss_that_differentiates_twice_is_left_exact():
+    batches = [torch.randn(64, 8) for _ in range(4)]
+
+    def penalty(m, x):
+        x = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
+        return g.square().mean()
+
+    with pytest.raises(ValueError, match=r"does not run: .*cannot be differentiated again"):
+        sp.advise(mlp(), penalty, batches, minutes=0.1)
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [(0.0, "zero on these batches"), (math.nan, "gradient of batch 1 is not finite, and of 4 of")],
+)
+def test_without_a_gradient_there_is_nothing_to_advise(factor, message):
+    def loss(m, batch):
+        return factor * loss_fn(m, batch)
+
+    with pytest.raises(ValueError, match=message):
+        sp.advise(mlp(), loss, make_batches(4), minutes=0.1)
 
 
 def test_an_optimizer_without_a_state_is_warned_of():

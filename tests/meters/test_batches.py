@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sketchprop as sp
 from measure_helpers import loss_fn, make_batches, mlp
-from sketchprop.meters.batches import contents, different, halved
+from sketchprop.meters.batches import contents, different, halved, usual_first
 
 X = torch.arange(12.0).reshape(4, 3)
 
@@ -54,6 +54,13 @@ def test_halves_are_a_whole():
     assert torch.equal(torch.cat([halved(X), halved(X, second=True)]), X)
     assert halved(X[:1]) is None
     assert halved("no tensor") is None
+    assert halved((torch.ones(5, 2, 3), torch.ones(2))) is None  # samples come second
+
+
+def test_the_batch_of_median_size_comes_first():
+    batches = [torch.ones(n) for n in (9, 1, 5, 7, 3)]
+    assert [len(batch) for batch in usual_first(batches)] == [5, 9, 1, 7, 3]
+    assert usual_first([]) == []
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -22,6 +22,8 @@ def test_advise_answers_first_and_with_its_exit_code(run, mine):
         ("make", ["--minutes", "1e-9"], "too short"),
         ("with_optimizer", ["--optimizer", "sgd"], "leave out --optimizer"),
         ("with_nonsense", [], "give a torch optimizer"),
+        ("make", ["--steps", "9", "--learning-rate", "1e30"], "give a lower --learning-rate"),
+        ("twice", ["--steps", "9"], "loss_fn returned a tuple"),
     ],
 )
 def test_bad_input_ends_with_two_and_a_way_out(run, mine, factory, options, message):

@@ -3,12 +3,14 @@
 import itertools
 import random
 import sys
+from functools import partial
 
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import sketchprop as sp
 from measure_helpers import loss_fn, make_batches, mlp
@@ -131,6 +133,25 @@ def test_a_meter_leaves_no_trace(meter, ending, training):
     after = state(model, optimizer)
     for key, value in before.items():
         assert after[key] == value, key
+
+
+def test_a_loader_that_shuffles_draws_as_if_nothing_had_been_measured():
+    x, y = make_batches(1, rows=96)[0]
+    loader = DataLoader(TensorDataset(x, y), batch_size=24, shuffle=True)
+    for meter in (sp.advise, partial(sp.measure, sketch=sp.L1(0.5), draws=2, rounds=0)):
+        model, before = mlp(), torch.get_rng_state()
+        meter(model, loss_fn, loader, minutes=0.1)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_exact_inside_of_the_loss_stays_so():
+    model = sp.sketch_(mlp(), sp.L1(0.5))
+
+    def loss(m, batch):
+        with sp.exact(m):
+            return loss_fn(m, batch)
+
+    assert sp.measure(model, loss, make_batches(3), draws=2, rounds=0).variance.added.value == 0
 
 
 def test_a_plain_layer_keeps_nothing_of_a_sketch_that_was_tried():

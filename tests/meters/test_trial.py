@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -185,6 +186,16 @@ def test_a_batch_norm_that_is_frozen_stays_so():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     sp.trial(model, watched, make_batches(12), optimizer, FEW, minutes=3, clock=clock)
     assert set(seen) == {(True, False), (False, False)}
+
+
+def test_a_training_that_diverges_is_told_of():
+    found = run(0.4, minutes=3)
+    lost = Moment(1.0, 2, math.nan)
+    ways = [replace(way, curves=((lost,), (lost,))) for way in found.ways]
+    diverged = replace(found, ways=(found.ways[0], *ways[1:]))
+    assert f"Tried: {ways[1].name} diverged" in str(diverged)
+    assert "Tried: exact training itself diverged" in str(replace(found, ways=tuple(ways)))
+    assert diverged.ahead == "exact"
 
 
 def test_bad_input_is_refused_with_a_way_out():

@@ -106,6 +106,15 @@ def test_only_the_batch_before_a_probe_is_kept_alive():
     assert sum(alive) <= 2
 
 
+def test_a_training_may_take_its_labels_out_of_the_batch():
+    tuner = sp.Tuner(wide(), lambda m, b: loss_fn(m, (b["x"], b.pop("y"))), share=0.2)
+    for x, y in make_batches(2 * tuner.next_probe):
+        batch = {"x": x, "y": y}
+        tuner(batch)
+        assert batch.pop("y") is y
+    assert tuner.log
+
+
 def test_budgets_fall_where_time_is_saved_and_noise_is_small():
     model = wide()
     tuner = sp.Tuner(model, loss_fn, share=1.0, clock=BudgetClock(model, rest=1, slope=16))

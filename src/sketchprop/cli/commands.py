@@ -58,7 +58,11 @@ def run_advise(options: Namespace) -> int:
             others = "" if options.same_batch else ", half of the batch"
             line.stage(f"a trial: exact, {best}{others}, in turns")
             common |= {"sketch": report.candidates[best], "minutes": options.trial}
-            report = replace(report, trial=trial(model, loss_fn, task.batches, **common))
+            try:
+                report = replace(report, trial=trial(model, loss_fn, task.batches, **common))
+            except BaseException:
+                _finish(options, report)  # what is known is not lost
+                raise
     _finish(options, report)
     return FINE if report.pays else NO
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..meters.batches import different
+from ..meters.noise.gradients import scalar_loss
 from ..meters.restore import check_model
 from ..zoo import Bert, ViT, mlp
 from .expressions import UsageError, load_module
@@ -62,7 +63,15 @@ class Task:
         self.model.train()
         for number, batch in enumerate(islice(self._epochs(), steps), 1):
             self.optimizer.zero_grad()
-            torch.autograd.backward(self.loss_fn(self.model, batch))
+            loss = scalar_loss(self.loss_fn, self.model, batch)
+            if not torch.isfinite(loss):
+                rate = self.optimizer.param_groups[0]["lr"]
+                raise UsageError(
+                    f"the loss is {float(loss.detach())} at step {number} of --steps {steps}: give "
+                    f"a lower --learning-rate ({rate:g} was used), or --optimizer, the one that "
+                    "you train with"
+                )
+            torch.autograd.backward(loss)
             self.optimizer.step()
             report(number / steps)
         self.optimizer.zero_grad()

@@ -1,7 +1,10 @@
-"""What two runs are compared by: numbers that are close, and what they would learn."""
+"""What two runs are compared by, numbers that are close and what they would learn; and how they
+run without the user's hooks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,3 +38,16 @@ def learned_by(*results: Tensor) -> set[Any]:
         seen.update(below)
         nodes += below
     return ends
+
+
+@contextmanager
+def no_gradient_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """The user's hooks on these gradients do not run: a timing is no step of training."""
+    held = [(p, p._backward_hooks) for p in parameters]
+    try:
+        for p, _ in held:
+            p._backward_hooks = None
+        yield
+    finally:
+        for p, hooks in held:
+            p._backward_hooks = hooks

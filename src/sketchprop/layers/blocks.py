@@ -6,13 +6,15 @@ A block's class says in ``anatomy`` what one call is made of; how it is run is t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.cost import Size
 from ..core.proof import close, has_numbers, learned_by
@@ -167,13 +169,14 @@ class SketchedBlock(SketchedModule):
                 if not training:
                     self.eval()
                     call = self.anatomy(*args, **kwargs)  # type: ignore[assignment]
-                # Of activation checkpointing nothing here is to be seen.
-                with random_state_kept(call.x.device), saved_tensors_hooks(Tensor.detach, _same):
+                with _unseen(call.x.device):
                     exact = _first(plain(*args, **kwargs))
-                with random_state_kept(call.x.device), saved_tensors_hooks(Tensor.detach, _same):
-                    kept = _first(
-                        self.result(self.run(call, self.sketching.sketch), *args, **kwargs)
-                    )
+                try:
+                    with _unseen(call.x.device):
+                        y = self.run(call, self.sketching.sketch)
+                        kept = _first(self.result(y, *args, **kwargs))
+                except (ValueError, RuntimeError) as error:  # which the exact run has not
+                    return f"it does not run on kept tokens: {error}"
                 if training and learned_by(exact) != learned_by(kept):
                     lost = learned_by(exact) - learned_by(kept)
                     names = [
@@ -246,7 +249,12 @@ class SketchedBlock(SketchedModule):
         if not self.vouched or not again or torch.compiler.is_compiling():
             notes[_ROWS] = f"its feed-forward part is exact: {self._unknown(parts)}"
             return None
-        check = self.sketching.proof is None
+        state, looks = self.sketching, _looks(parts)
+        state.looked = looks if state.looked is None else state.looked
+        if state.looked != looks:
+            notes[_ROWS] = "its feed-forward part is exact: it is not as it was when it was checked"
+            return None
+        check = state.proof is None
         return RowBranch(Unknown(parts, check), rank, save, True), parameters_of(parts)
 
     def _attention_part(
@@ -383,6 +391,12 @@ def parameters_of(parts: Iterable[RowPart]) -> tuple[Parameters, ...]:
     )
 
 
+def _looks(parts: Iterable[RowPart]) -> tuple[Any, ...]:
+    """Of all modules what may make them draw random numbers, or do other things."""
+    modules = (m for part in parts if isinstance(part, nn.Module) for m in part.modules())
+    return tuple((type(m), m.training, getattr(m, "p", 0) == 0) for m in modules)
+
+
 def not_as_known(*parts: tuple[nn.Module, type]) -> str:
     """In words, which module is of another class than is known, or does more; empty if none."""
     for module, kind in parts:
@@ -399,6 +413,14 @@ def changed(part: RowPart) -> str:
     if watched(part):
         return f"{name} has hooks, or a forward of its own, which would not be called"
     return f"{name} is not a plain layer"
+
+
+@contextmanager
+def _unseen(device: torch.device) -> Iterator[None]:
+    """Of activation checkpointing, and of other modes, nothing inside is to be seen."""
+    hooks = saved_tensors_hooks(Tensor.detach, _same)
+    with random_state_kept(device), hooks, _disable_current_modes():
+        yield
 
 
 def _same(t: Tensor) -> Tensor:

@@ -118,7 +118,8 @@ class _TransformersBlock(SketchedBlock):
             return "it got more positional arguments than are known: give them by name"
         given = {"attention_mask": None, **dict(zip(layout.places, args, strict=False)), **options}
         mask, cached = given["attention_mask"], given.get("past_key_values")
-        others = {name: value for name, value in given.items() if name not in layout.allowed}
+        known = (*layout.allowed, "is_causal")
+        others = {name: value for name, value in given.items() if name not in known}
         reason = _refused(hidden_states, attention, others) or self.refuses(given)
         if reason or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
             return reason or "a mask that is not [samples, heads, queries, keys]"
@@ -134,18 +135,23 @@ class _TransformersBlock(SketchedBlock):
         def plain(x: Tensor) -> Tensor:
             return applied(after, attention(x, **given)[0])
 
-        fused = None
-        apart = "q and k have norms" if hasattr(attention, "q_norm") else _CACHED
-        if cached is None and not hasattr(attention, "q_norm"):
+        fused, heads = None, _part(attention, layout.heads)
+        kv_heads = getattr(attention.config, "num_key_value_heads", None) or heads
+        apart = _apart(attention, projections, heads, kv_heads)
+        apart = apart or (_CACHED if cached is not None else "")
+        if not apart:
             dropout = _part(attention, layout.dropout)
+            causal = given.get("is_causal")
             fused = SelfAttention(
                 projections,
                 (*out, *after),
-                _part(attention, layout.heads),
-                getattr(attention.config, "num_key_value_heads", None),
+                heads,
+                kv_heads,
                 mask,
                 getattr(dropout, "p", dropout) if attention.training else 0.0,
-                bool(attention.is_causal) and mask is None and hidden_states.shape[1] > 1,
+                bool(attention.is_causal if causal is None else causal)
+                and mask is None
+                and hidden_states.shape[1] > 1,
                 attention.scaling,
                 given.get("position_embeddings"),
             )
@@ -193,6 +199,18 @@ def _part(module: Any, name: str) -> Any:
     return module
 
 
+def _apart(attention: Any, projections: tuple[Any, ...], heads: int, kv_heads: int) -> str:
+    """Why attention cannot be taken apart; empty if it can."""
+    if hasattr(attention, "q_norm"):
+        return "q and k have norms"
+    size = getattr(attention, "head_dim", None) or attention.attention_head_size
+    made = [getattr(part, "out_features", None) for part in projections]
+    wanted = [number * size for number in (heads, kv_heads, kv_heads)]
+    if len(made) == 3 and any(n not in (None, m) for n, m in zip(made, wanted, strict=True)):
+        return "it has other heads than its config says"
+    return ""
+
+
 def _refused(x: Any, attention: Any, options: dict[str, Any]) -> str:
     """Why a call cannot run on kept tokens; empty if it can."""
     if not isinstance(x, Tensor) or x.is_nested or x.dim() != 3:
@@ -206,7 +224,7 @@ def _refused(x: Any, attention: Any, options: dict[str, Any]) -> str:
     if asked or options.get("output_attentions"):
         return "output_attentions=True: all weights of attention are asked for"
     for name, value in options.items():
-        if name not in _HARMLESS and value is not None and value is not False:
+        if name not in _HARMLESS and value is not None:
             return f"kept tokens do not support the argument {name}"
     return ""
 
@@ -288,7 +306,7 @@ class _Dinov2(_TransformersBlock):
         if self.training and getattr(self.drop_path, "drop_prob", 0.0) > 0:
             return "drop_path drops whole samples of a branch, and a branch is drawn row by row"
         if type(self.drop_path) is nn.Identity:
-            return ""
+            return not_as_known((self.drop_path, nn.Identity))
         return not_as_known(*self.of_class([("drop_path", "Dinov2DropPath")]))
 
 

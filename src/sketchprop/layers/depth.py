@@ -25,12 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from ..core.probabilities import water_fill
+from ..core.proof import no_gradient_hooks
 from ..core.random import random_state_kept
 from ..core.sampling import draw_uniforms
 from ..sketches import Tokens
 from ..sketches.tokens import QUERIES, ROOM
 from ..tokens.draw import draw_rows, kept_count, row_norms
-from .isolation import no_gradient_hooks
+from .isolation import evaluated
 
 RUNGS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85, 1.0)
 KINDS = ("rows", "queries", "keys")
@@ -194,8 +195,10 @@ class Shares:
         arrived, self._arrived, self._task = self._arrived, {}, -1
         # One may have been unsketched since its forward pass.
         arrived = {n: own for n, own in arrived.items() if "sketching" in vars(own[1])}
-        kinds = {type(p) for _, block, *_ in arrived.values() for p in block.parameters()}
-        if together == "unknown" or kinds - {nn.Parameter}:
+        weights = [(p, own[4]) for own in arrived.values() for p in own[1].parameters()]
+        # Those of functional_call may be elsewhere.
+        odd = any(type(p) is not nn.Parameter or p.device != G.device for p, G in weights)
+        if together == "unknown" or odd:
             self.open, self.note = False, "even: weights are not plain parameters"
             if together == "unknown":
                 self.note = "even: several processes, and not DDP"
@@ -339,19 +342,17 @@ def mean_over_processes(
 @contextmanager
 def _aside(block: nn.Module, device: torch.device, autocast: Any) -> Iterator[None]:
     """Runs of a block that leave no trace, without dropout, which each would draw anew."""
-    modes, state = {module: module.training for module in block.modules()}, vars(block)["sketching"]
+    state = vars(block)["sketching"]
     noted = state.note, state.whole
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(device))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(*autocast))
         stack.enter_context(no_gradient_hooks(block.parameters()))
-        block.eval()
+        stack.enter_context(evaluated(block))
         try:
             yield
         finally:
-            for module, mode in modes.items():
-                module.training = mode
             state.note, state.whole = noted
 
 

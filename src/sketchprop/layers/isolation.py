@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 SKETCHING = "sketching"
 """The one entry of a sketched layer's ``__dict__`` beside those of the plain layer."""
 
 
 @contextmanager
-def no_gradient_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """The user's hooks on these gradients do not run: a timing is no step of training."""
-    held = [(p, p._backward_hooks) for p in parameters]
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """In eval mode; each module's own mode comes back at the end."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
     try:
-        for p, _ in held:
-            p._backward_hooks = None
         yield
     finally:
-        for p, hooks in held:
-            p._backward_hooks = hooks
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def twin(layer: nn.Module) -> Any:

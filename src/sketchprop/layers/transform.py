@@ -135,6 +135,8 @@ def unsketch_(model: Model) -> Model:
 def exact(model: nn.Module) -> Iterator[None]:
     """Exact gradients for every forward pass made inside; the sketches come back at the end.
 
+    With activation checkpointing, whose backward runs forward again, call backward inside too.
+
     >>> import torch
     >>> from sketchprop import L1
     >>> model = sketch_(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 10)), L1(0.1))

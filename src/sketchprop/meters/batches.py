@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
+from copy import copy
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -84,20 +85,33 @@ def _bytes_of(tensor: Tensor) -> bytes | int:
         return id(tensor)
 
 
+def handed(batch: Any) -> Any:
+    """The same tensors in containers of its own: a loss that pops its labels leaves the batch."""
+    return tree_map(lambda leaf: copy(leaf) if isinstance(leaf, MutableMapping) else leaf, batch)
+
+
+def usual_first(batches: list[Any]) -> list[Any]:
+    """The batch of median size first: times that are taken on it are usual ones."""
+    sizes = [contents(batch).nbytes for batch in batches]
+    usual = sizes.index(sorted(sizes)[len(sizes) // 2]) if sizes else 0
+    return [*batches[usual : usual + 1], *batches[:usual], *batches[usual + 1 :]]
+
+
 def tensors_in(value: object) -> list[Tensor]:
     """The tensors inside a batch: a tensor, or nested tuples, lists and dicts of them."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def halved(batch: Any, second: bool = False) -> Any:
-    """One half of the samples, by the first dimension of the first tensor; ``None``: it has none.
+    """One half of the samples, by the first dimension of the first tensor; ``None``: it has none,
+    or no other tensor has it.
 
     >>> import torch
     >>> halved((torch.arange(4), "a name")), halved(torch.arange(5), second=True)
     ((tensor([0, 1]), 'a name'), tensor([2, 3, 4]))
     """
     sizes = [t.shape[0] for t in tensors_in(batch) if t.dim()]
-    if not sizes or sizes[0] < 2:
+    if not sizes or sizes[0] < 2 or (len(sizes) > 1 and sizes[0] not in sizes[1:]):
         return None
     middle = sizes[0] // 2
 

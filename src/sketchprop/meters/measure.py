@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from ..core.random import random_state_kept
 from ..core.table import LAYER, Column, Report, Table, words
 from ..layers.transform import exact
 from ..sketches import AnySketch, Planner
@@ -299,7 +300,8 @@ def measure(
         report = measure(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batches, Tokens(0.3))
         print(report)
     """
-    batches = list(batches)
+    with random_state_kept():  # a loader that shuffles draws
+        batches = list(batches)
     if minutes is not None:
         check_minutes(minutes, 2)
     end = math.inf if minutes is None else monotonic() + 60 * minutes

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..core.proof import no_gradient_hooks
 from ..core.stopwatch import in_turns
 from ..core.table import LAYER, Column, Report, Table, words
 from ..layers.choose import choose
-from ..layers.isolation import no_gradient_hooks, twin
+from ..layers.isolation import twin
 from ..layers.select import Filter
 from ..layers.transform import exact, sketch_
 from ..sketches import AnySketch, Tokens

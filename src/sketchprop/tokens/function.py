@@ -73,6 +73,7 @@ class _KeptTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_transforms(grad)
         call = ctx.call
         tensors = iter(ctx.saved_tensors)
         inputs, saved = like(call.shape, tensors), like(ctx.saved_shape, tensors)
@@ -130,8 +131,12 @@ def wanted(inputs: Tree) -> bool:
     )
 
 
-def _refuse_transforms() -> None:
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+def _refuse_transforms(grad: Tensor | None = None) -> None:
+    """``grad``: several at once, as ``is_grads_batched`` makes of them, are refused too."""
+    if torch.compiler.is_compiling():
+        return
+    batched = grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
+    if batched or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "sketched blocks do not run inside torch.func.grad, vmap or jvp; use backward() or "
             "torch.autograd.grad, or call the model inside `with sketchprop.exact(model):`"

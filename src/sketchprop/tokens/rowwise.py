@@ -300,8 +300,9 @@ def drops(step: Any) -> bool:
 
 def with_residual(x: Tensor, y: Tensor, made_by: Chain) -> Tensor:
     """x + y, in the memory of y where a step of ``made_by`` made that. It is no view, which what
-    follows could not change in place."""
-    if not made_by.steps or y.dtype != x.dtype:
+    follows could not change in place. (A mode, as of selective checkpointing, may keep y.)"""
+    watched = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack()
+    if not made_by.steps or y.dtype != x.dtype or watched:
         return x + y
     whole: Tensor = _aten._unsafe_view(y, y.shape)
     return whole.add_(x)

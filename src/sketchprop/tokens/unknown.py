@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 
-from ..core.proof import close, has_numbers, learned_by
+from ..core.proof import close, has_numbers, learned_by, no_gradient_hooks
 from ..core.random import random_state_kept
 from .function import Tree, leaves, like
 from .rowwise import NOTHING, RowWise, as_rows, not_finite
@@ -33,9 +34,8 @@ class Unknown:
 
     def forward(self, x: Tensor, P: Tree, save: bool) -> tuple[Tensor, Tree]:
         """The result; nothing is saved, whether or not one may ``save``."""
-        y = self._call(x, P)
-        if self.check and has_numbers(x):
-            check_rows(self.parts, partial(self._call, P=P), x, y, leaves(P))
+        f = partial(self._call, P=P)
+        y = checked(self.parts, f, x, leaves(P)) if self.check and has_numbers(x) else f(x)
         return y, NOTHING
 
     def back(
@@ -52,7 +52,8 @@ class Unknown:
                 "pass, as a function does under functional_call; give branch a module"
             )
         inputs = [t for t, want in zip(tensors, flags, strict=True) if want]
-        grads = iter(torch.autograd.grad(y, inputs, g, allow_unused=True))
+        with no_gradient_hooks(inputs):  # the outer pass calls them
+            grads = iter(torch.autograd.grad(y, inputs, g, allow_unused=True))
         made = [next(grads) if want else None for want in flags]
         mark = not_finite(g)
         dX, *dP = (None if t is None else t + mark.to(t.dtype) for t in made)
@@ -73,11 +74,10 @@ def on_rows(f: RowFunction, rows: Tensor) -> Tensor:
     return f(rows.unsqueeze(0)).squeeze(0)
 
 
-def check_rows(
-    parts: tuple[object, ...], f: RowFunction, x: Tensor, y: Tensor, P: list[Tensor]
-) -> None:
-    """Refuses f unless f(x)[b] = f(x[b]) each time, for the first, a middle and the last row, and
-    unless all that it learns is in P. Never for all rows: f may mix those as it did before."""
+def checked(parts: tuple[object, ...], f: RowFunction, x: Tensor, P: list[Tensor]) -> Tensor:
+    """f(x), unless f(x)[b] is not f(x[b]) each time, for the first, a middle and the last row, or
+    f learns what is not in P, or by more than its result. Never for all rows: f may mix those as
+    it did before."""
     n = x.numel() // x.shape[-1]
     some = sorted({0, n // 2, n - 1})[: max(1, n - 1)]
     index = torch.tensor(some, device=x.device)
@@ -85,10 +85,16 @@ def check_rows(
     with torch.enable_grad(), random_state_kept(x.device):
         once, again = (on_rows(f, rows.clone()) for _ in range(2))
     name = partial(_culprit, parts)
+    if kept := _kept_graphs(parts):
+        raise ValueError(
+            f"{name(())} keeps {kept}, which would have no gradient; leave this part exact, or "
+            "return all that the loss needs"
+        )
+    y = f(x)
     if not close(once, again):
         raise ValueError(
             f"{name(('Drop',))} draws random numbers, and would draw others where it runs again; "
-            "give branch an nn.Sequential of plain torch layers, whose masks it keeps"
+            "write it as an nn.Sequential of plain torch layers, whose masks are kept"
         )
     fits = y.shape[:-1] == x.shape[:-1]
     if not fits or not close(once, as_rows(y).index_select(0, index)):
@@ -101,6 +107,20 @@ def check_rows(
             f"{name(())} learns what is not among its parameters, and would get no gradient for "
             "it; give all of it: branch(f, x, budget, parameters=[...])"
         )
+    return y
+
+
+def _kept_graphs(parts: tuple[object, ...]) -> str:
+    """An attribute that a module computed in its forward pass, as a loss of its own, and that a
+    gradient could be asked of; none of an old ``weight_norm``, which computes a weight."""
+    modules = [m for part in parts if isinstance(part, nn.Module) for m in part.modules()]
+    for module in modules:
+        learned = tuple(name.rpartition("_")[0] for name in module._parameters)
+        for name, value in vars(module).items():
+            held = tree_leaves(value) if name[0] != "_" and name not in learned else ()
+            if any(isinstance(t, Tensor) and t.grad_fn is not None for t in held):
+                return f"{type(module).__name__}.{name}"
+    return ""
 
 
 def _culprit(parts: tuple[object, ...], words: tuple[str, ...]) -> str:

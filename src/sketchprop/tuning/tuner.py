@@ -15,10 +15,11 @@ from typing import Any
 from torch import nn
 
 from ..core.checks import check_budget, check_count
+from ..core.proof import no_gradient_hooks
 from ..core.stopwatch import timed
 from ..layers import SketchedModule
 from ..layers.depth import NOTHING, Shares, load_shares_, mean_over_processes, shares_in
-from ..layers.isolation import no_gradient_hooks
+from ..meters.batches import handed
 from ..meters.noise.gradients import Gradients, Loss, squared_distance
 from ..meters.noise.pace import Pace, adaptive, noise_by_parameter, ready
 from ..meters.noise.variance import Units
@@ -174,7 +175,7 @@ class Tuner:
         if self.step >= self.next_probe and not inside and ready(self.optimizer):
             entry = self._decide(batch)
         # Only the batch just before a probe is needed: no other is kept alive.
-        self._before = batch if self.step + 1 >= self.next_probe else None
+        self._before = handed(batch) if self.step + 1 >= self.next_probe else None
         self._left = self.clock()
         return entry
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from ...core.random import random_state_kept
 from ...core.stopwatch import unhurried
 from ...layers.select import blocks_of
 from ...layers.transform import unsketch_
-from ..batches import different
+from ..batches import different, usual_first
 from ..cost.timing import seconds_of_a_pass
 from ..noise.gradients import Loss
 from ..noise.pace import adaptive, ready, steps_made
@@ -77,7 +78,8 @@ def advise(
     if compile and (trial or not blocks_of(model)):
         why = "trial= trains uncompiled" if trial else "no block is known that Tokens could take"
         raise ValueError(f"compile=True compiles kept tokens: {why}; ask without compile=True")
-    taken = different(islice(iter(batches), MOST_BATCHES), FEWEST_BATCHES)
+    with random_state_kept():  # a loader that shuffles draws
+        taken = usual_first(different(islice(iter(batches), MOST_BATCHES), FEWEST_BATCHES))
     given = len(taken)
     if trial:
         _check_trial(trial, optimizer, given)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ...layers.choose import choose
@@ -23,6 +24,9 @@ MANY_ZEROS = 0.6
 """Rows that are not zero, below which keeping all of them is tried."""
 MANY_LABELS = 0.5
 """Rows of a head that are not zero, from which on each token seems to have its own label."""
+ALIKE = 0.8
+"""‖Σ_t g_t‖² over n Σ‖g_t‖² of a sample's tokens, from which on they share a label: 1 below a mean,
+about 0.02 with a label for each."""
 CALM = 0.05
 """Noise of the first kept tokens, below which fewer of them are tried than more."""
 
@@ -113,8 +117,8 @@ class Rowed(NamedTuple):
     labelled: bool
     """Whether most tokens of the last linear layer have a gradient, each one of its own."""
     per_label: float
-    """Rows that are not zero, the median over linear layers, over those of the last one: tokens
-    that share a label."""
+    """Rows that are not zero, the median over linear layers, over the labels that the last one
+    tells of: tokens that share a label."""
 
 
 def rows_seen(model: nn.Module, loss_fn: Loss, batches: Sequence[Any]) -> Rowed:
@@ -126,6 +130,7 @@ def rows_seen(model: nn.Module, loss_fn: Loss, batches: Sequence[Any]) -> Rowed:
     """
     shares: list[Tensor] = []
     counts: list[int] = []
+    labels: list[Tensor] = []
     tokens: list[bool] = []
 
     def watch(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -136,6 +141,7 @@ def rows_seen(model: nn.Module, loss_fn: Loss, batches: Sequence[Any]) -> Rowed:
     def look(G: Tensor) -> None:
         shares.append((G.abs().amax(-1) != 0).float().mean())
         counts.append(G.numel() // max(1, G.shape[-1]))
+        labels.append(_labels(G))
         tokens.append(G.dim() > 2 and G.shape[-2] > 1)
 
     kernels = nn.Conv1d | nn.Conv2d
@@ -144,7 +150,7 @@ def rows_seen(model: nn.Module, loss_fn: Loss, batches: Sequence[Any]) -> Rowed:
     live: list[float] = []
     with call_hooks(linear, after=watch):
         for batch in batches[:2]:
-            for seen in (shares, counts, tokens):
+            for seen in (shares, counts, labels, tokens):
                 seen.clear()
             one_pass(loss_fn, model, batch, trained)
             live = list(map(float, shares))
@@ -154,5 +160,16 @@ def rows_seen(model: nn.Module, loss_fn: Loss, batches: Sequence[Any]) -> Rowed:
         return Rowed(1.0, False, 1.0)
     # Backward meets the last layer first.
     rows = [count * share for count, share in zip(counts, live, strict=True)]
-    labelled = tokens[0] and live[0] > MANY_LABELS
-    return Rowed(median(live) or 1.0, labelled, median(rows) / max(1.0, rows[0]))
+    own = float(labels[0])
+    labelled = tokens[0] and live[0] > MANY_LABELS and own > rows[0] / 2
+    return Rowed(median(live) or 1.0, labelled, median(rows) / max(1.0, own))
+
+
+def _labels(G: Tensor) -> Tensor:
+    """Of how many labels rows of G tell: each of its own, or a sample of one, where its tokens have
+    about the same gradient, as below their mean."""
+    live = G.abs().amax(-1) != 0
+    if G.dim() < 3:
+        return live.sum()
+    alike = G.sum(-2).square().sum() > ALIKE * (live.sum(-1) * G.square().sum((-1, -2))).sum()
+    return torch.where(alike, live.any(-1).sum(), live.sum())

@@ -14,16 +14,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.proof import no_gradient_hooks
 from ...core.random import seed_generators
 from ...core.stopwatch import in_turns, timed
 from ...layers import SketchedBlock
-from ...layers.isolation import no_gradient_hooks
+from ...layers.isolation import evaluated
 from ...layers.transform import exact
 from ..batches import halved
 from ..cost.memory import saved_bytes
 from ..cost.timing import Times, compare, step_times
 from ..noise.estimate import divide
-from ..noise.gradients import Gradients, Loss, numbers, one_pass, settle, squared_norms, wide
+from ..noise.gradients import (
+    Gradients,
+    Loss,
+    numbers,
+    one_pass,
+    scalar_loss,
+    settle,
+    squared_norms,
+    wide,
+)
 from ..noise.pace import DROWNED, HUGE, Pace, adaptive, noise_by_parameter
 from ..noise.variance import Units
 from ..restore import Buffers, restored
@@ -39,6 +49,8 @@ FOR_TIMES = 7
 """Passes for two rounds of times, and one to warm up; without them those of the draws count."""
 FOR_HALF = 5
 """Passes for the control: two rounds, and one to warm up."""
+OF_HALVES = 6
+"""Batches whose loss is held against that of their halves."""
 COMPILED = "compiled"
 OUTLYING = 10
 """Times the usual ‖g‖² that counts at most: from here on a batch is told of."""
@@ -70,8 +82,17 @@ class Meter:
         if min(self.weights) < 1:
             self.squares, self.of_mean, self.along = self._of_batches()
         self.pace = self.pace_of(len(batches))
-        if not 0 < self.pace.total < math.inf:
-            raise ValueError("the gradient is zero or not finite on these batches; check loss_fn")
+        if not math.isfinite(self.pace.total):
+            odd = [i + 1 for i, norm in enumerate(norms) if not math.isfinite(norm)]
+            raise ValueError(
+                f"the gradient of batch {odd[0]} is not finite, and of {len(odd)} of {len(norms)} "
+                "batches: look at their data, or whether training has diverged"
+            )
+        if self.pace.total == 0:
+            raise ValueError(
+                "the gradient is zero on these batches: nothing is left to learn on them, or the "
+                "loss does not depend on what trains; check loss_fn"
+            )
 
     def _of_batches(self) -> tuple[list[list[float]], list[float], list[list[float]]]:
         """By parameter: ‖g_k‖² of each batch, ‖ḡ‖² of their mean, with their weights; and
@@ -138,6 +159,12 @@ class Meter:
         option = Option(candidate.name, candidate.line)
         if seconds < LEAST_PASSES * self.a_pass:
             return replace(option, note=OUT_OF_TIME)
+        try:
+            return self._measured(candidate, option, seconds)
+        except RuntimeError as error:  # the loss may do what no sketch can, as differentiate twice
+            return replace(option, note=f"does not run: {error}")
+
+    def _measured(self, candidate: Candidate, option: Option, seconds: float) -> Option:
         begin = monotonic()
         with restored(self.model) as buffers:
             try:
@@ -233,6 +260,8 @@ class Meter:
             for batch in (self.batches[0], part)
         ]
         try:
+            if self._of_whole_batches():
+                return Option(HALF, "", note="not tried: half of a batch has another loss")
             with no_gradient_hooks(self.parameters):
                 times = compare(*in_turns(actions, (2, MOST_ROUNDS), self.device, seconds))
         except Exception:
@@ -242,6 +271,20 @@ class Meter:
         change, error = times.ratio * (1 + noise), (1 + noise) * times.ratio_error
         note = "the control: exact gradients of fewer samples"
         return Option(HALF, "", times.ratio, noise, change, error, note=note)
+
+    def _of_whole_batches(self) -> bool:
+        """Whether the loss of a batch is always above, or always below, the mean of its halves':
+        then samples are compared with each other, as in-batch negatives are."""
+        sides = []
+        with evaluated(self.model):
+            for batch in self.batches[:OF_HALVES]:
+                parts = (batch, halved(batch), halved(batch, second=True))
+                losses = [scalar_loss(self.loss_fn, self.model, part) for part in parts]
+                whole, *halves = numbers(loss.detach() for loss in losses)
+                above, slack = whole - fmean(halves), 1e-3 * abs(whole)
+                added_up = abs(whole - math.fsum(halves)) <= slack
+                sides.append(0 if added_up or abs(above) <= slack else math.copysign(1, above))
+        return len(sides) == OF_HALVES and abs(math.fsum(sides)) == OF_HALVES
 
 
 def optimizer_seconds(optimizer: Any) -> float:

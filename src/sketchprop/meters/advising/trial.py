@@ -19,9 +19,10 @@ from ...core.checks import check_count
 from ...core.random import random_state_kept, seed_generators
 from ...core.stopwatch import timed, unhurried
 from ...core.table import Column, Report, Table, words
+from ...layers.isolation import evaluated
 from ...layers.transform import unsketch_
 from ...sketches import AnySketch
-from ..batches import MOST_BYTES, contents, halved
+from ..batches import MOST_BYTES, contents, halved, handed
 from ..noise.estimate import Estimate, jackknife
 from ..noise.gradients import Loss, scalar_loss
 from ..noise.variance import Progress
@@ -147,7 +148,8 @@ class Trial(Report):
         gain, change = self.gain(way.name), self.change(way.name)
         seconds = fmean(curve[-1].seconds for curve in way.curves)
         if not math.isfinite(gain.value):
-            return f"Tried: {way.name} diverged: its loss is not finite."
+            who = way.name if math.isfinite(self.ways[0].loss.value) else "exact training itself"
+            return f"Tried: {who} diverged: its loss is not finite; give a lower learning rate."
         place = "ahead of" if gain.value > 0 else "behind"
         doubt = "" if self.certain(way.name) else ", within its error"
         text = (
@@ -176,8 +178,9 @@ class Trial(Report):
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
-    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-    return Estimate(fmean(values), error)
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return Estimate(fmean(values), math.inf)
+    return Estimate(fmean(values), stdev(values) / math.sqrt(len(values)))
 
 
 def trial(
@@ -352,11 +355,8 @@ class _Run:
     @torch.no_grad()
     def look(self, held: Sequence[Any]) -> None:
         """Takes the loss on batches kept apart."""
-        modes = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        loss = fmean(float(self.loss_fn(self.model, batch)) for batch in held)
-        for module, mode in modes.items():
-            module.training = mode
+        with evaluated(self.model):
+            loss = fmean(float(self.loss_fn(self.model, handed(batch))) for batch in held)
         self.curve.append(Moment(self.seconds, self.steps, loss))
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from ...core.proof import no_gradient_hooks
 from ...core.stopwatch import in_turns, timed
-from ...layers.isolation import no_gradient_hooks
 from ...layers.transform import exact
 from ..noise.gradients import Loss, one_pass
 from ..restore import restored

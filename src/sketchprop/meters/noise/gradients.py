@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...core.random import random_state, seed_generators, set_random_state
 from ...layers import SketchedModule
 from ...layers.depth import shares_in
+from ..batches import handed
 from ..restore import Buffers, call_hooks, check_model
 
 Loss = Callable[[Any, Any], Tensor]
@@ -84,9 +85,9 @@ class Switch:
 
     def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
         index = self._index(module)
-        module.sketching.exact = self._exact or index < self.first
+        module.sketching.held = self._exact or index < self.first
         self._before.append(random_state(_device(module)))
-        if not module.sketching.exact and index not in self._own_randomness:
+        if not _exact(module) and index not in self._own_randomness:
             seed_generators(_device(module), self.seed, self.draw, index)
 
     def _leave(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -103,7 +104,7 @@ class Switch:
                     f"{self.layers[module]!r} has dropout of its own and its sketch draws in "
                     "forward: the two cannot be told apart. Set its dropout to 0 to measure"
                 )
-        elif not module.sketching.exact:
+        elif not _exact(module):
             set_random_state(_device(module), before)
 
 
@@ -143,6 +144,11 @@ class Gradients:
         return [g.detach() for g in grads]
 
 
+def _exact(module: Any) -> bool:
+    """Whether it is, here or by ``sketchprop.exact`` inside of the loss."""
+    return bool(module.sketching.held or module.sketching.exact)
+
+
 def _device(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
@@ -150,7 +156,7 @@ def _device(module: nn.Module) -> torch.device:
 def scalar_loss(loss_fn: Loss, model: nn.Module, batch: Any) -> Tensor:
     """The loss, checked to be something that backward can start from."""
     try:
-        value = loss_fn(model, batch)
+        value = loss_fn(model, handed(batch))
     except (TypeError, AttributeError) as error:
         error.add_note("sketchprop calls loss_fn(model, batch): it runs the model itself")
         raise
