@@ -205,6 +205,7 @@ def test_bad_input_is_refused_with_a_way_out():
         ({"batches": batches[:4]}, ValueError, "to train on"),
         ({"repeats": 0}, ValueError, "repeats=0"),
         ({"optimizer": None}, TypeError, "AdamW"),
+        ({"optimizer": torch.optim.SGD}, TypeError, "AdamW"),
         ({"optimizer": torch.optim.SGD(mlp().parameters(), 0.1)}, ValueError, "not the model's"),
         ({"sketch": {"9": sp.L1(0.3)}}, ValueError, "matches no layer"),
     ]:

@@ -128,7 +128,8 @@ def _user_task(name: str) -> Task:
         near = ", ".join(n for n in vars(module) if callable(getattr(module, n)) and n[0] != "_")
         raise UsageError(f"{path!r} has no function {attribute!r}; it has {near or 'none'}")
     parts = factory()
-    if not (isinstance(parts, tuple) and len(parts) in (3, 4) and isinstance(parts[0], nn.Module)):
+    fits = isinstance(parts, tuple) and len(parts) in (3, 4)
+    if not (fits and isinstance(parts[0], nn.Module) and callable(parts[1])):
         raise UsageError(
             f"{name} returned {type(parts).__name__}; return {FACTORY} with loss_fn(model, batch) "
             "a scalar tensor and batches a list or a loader, and the optimizer as the fourth, if "

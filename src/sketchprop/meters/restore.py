@@ -119,6 +119,15 @@ def check_model(model: nn.Module) -> None:
     check_real(model)
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses its name, its class or a list of some."""
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"optimizer={optimizer!r} is no optimizer; give the one that trains the model, for "
+            "example torch.optim.AdamW(model.parameters(), lr=1e-3)"
+        )
+
+
 def check_real(model: nn.Module) -> None:
     """Refuses a model that has shapes and no numbers."""
     if any(p.is_meta for p in model.parameters()):

@@ -26,7 +26,7 @@ from ..batches import MOST_BYTES, contents, halved, handed
 from ..noise.estimate import Estimate, jackknife
 from ..noise.gradients import Loss, scalar_loss
 from ..noise.variance import Progress
-from ..restore import check_minutes, check_model
+from ..restore import check_minutes, check_model, check_optimizer
 from ..words import change_in_words, with_error
 from .candidates import Candidate
 from .curves import time_ratio
@@ -392,11 +392,7 @@ def _copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
 
 def _check_training(model: nn.Module, optimizer: Any, repeats: int) -> None:
     check_count("repeats", repeats, "1, or 2 to know the error")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer={optimizer!r} is no optimizer; give the one that trains the model, for "
-            "example torch.optim.AdamW(model.parameters(), lr=1e-3)"
-        )
+    check_optimizer(optimizer)
     parameters = set(model.parameters())
     if any(p not in parameters for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(

@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..restore import check_optimizer
 from .estimate import divide
 from .gradients import squared_norms
 from .variance import visible_distance
@@ -41,6 +42,7 @@ def adaptive(optimizer: Any) -> bool:
     """Whether the optimizer divides gradients by the root of their running square."""
     if optimizer is None:
         return False
+    check_optimizer(optimizer)
     return any("betas" in group or _squares(optimizer) for group in optimizer.param_groups)
 
 
