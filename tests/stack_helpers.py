@@ -114,6 +114,6 @@ class BudgetClock:
 
     def __call__(self) -> float:
         states = [m.sketching for m in self.model.modules() if isinstance(m, SketchedModule)]
-        kept = [1.0 if state.exact or state.held else state.sketch.budget for state in states]
+        kept = [1.0 if state.exact else state.sketch.budget for state in states]
         self.now += self.rest + self.slope * sum(kept) / len(kept)
         return self.now

@@ -49,8 +49,6 @@ class Sketching:
     """Of a block: whether it is compiled; False again where it could not be."""
     warm: bool = False
     """Whether a forward pass was compiled: only then what checkpointing recomputes may be."""
-    held: bool = False
-    """True while a meter holds the layer exact."""
     idle: bool = False
     """True while a tuner leaves the layer exact: nothing of the sketch is asked."""
     tuned: str = ""
@@ -109,7 +107,7 @@ class SketchedModule:
     def is_sketching(self) -> bool:
         """Whether a forward pass now records a sketched backward, or has to draw its rows."""
         state = self.sketching
-        on = self.training and not (state.exact or state.held or state.idle)
+        on = self.training and not (state.exact or state.idle)
         return on and (torch.is_grad_enabled() or drawn_in_forward(state.sketch) is not None)
 
     def extra_repr(self) -> str:

@@ -51,6 +51,8 @@ class Switch:
         self.recording = False
         """Until forward is done: what is called then is a recomputation."""
         self._before: list[Tensor] = []
+        self._held: dict[Any, bool] = {}
+        """What was decided of each layer in this pass; what else is exact is so by the loss."""
 
     def installed(self) -> AbstractContextManager[None]:
         return call_hooks(self.layers, self._enter, self._leave)
@@ -59,6 +61,9 @@ class Switch:
         """Before a forward pass; ``first=None`` is exact and records which uses there are."""
         self._calls.clear()
         self._before.clear()
+        self._held.clear()
+        for module in self.layers:
+            module.sketching.exact = False
         self._exact = self.recording = first is None
         self.first, self.draw = first or 0, draw
         if first is None:
@@ -85,9 +90,11 @@ class Switch:
 
     def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
         index = self._index(module)
-        module.sketching.held = self._exact or index < self.first
+        if not module.sketching.exact or self._held.get(module, False):
+            self._held[module] = self._exact or index < self.first
+            module.sketching.exact = self._held[module]
         self._before.append(random_state(_device(module)))
-        if not _exact(module) and index not in self._own_randomness:
+        if not module.sketching.exact and index not in self._own_randomness:
             seed_generators(_device(module), self.seed, self.draw, index)
 
     def _leave(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -104,7 +111,7 @@ class Switch:
                     f"{self.layers[module]!r} has dropout of its own and its sketch draws in "
                     "forward: the two cannot be told apart. Set its dropout to 0 to measure"
                 )
-        elif not _exact(module):
+        elif not module.sketching.exact:
             set_random_state(_device(module), before)
 
 
@@ -142,11 +149,6 @@ class Gradients:
         seed_generators(self.device, self.seed, draw, -1)
         grads = torch.autograd.grad(value, self.parameters, materialize_grads=True)
         return [g.detach() for g in grads]
-
-
-def _exact(module: Any) -> bool:
-    """Whether it is, here or by ``sketchprop.exact`` inside of the loss."""
-    return bool(module.sketching.held or module.sketching.exact)
 
 
 def _device(module: nn.Module) -> torch.device:
