@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sketchprop as sp
 from sketchprop import Tokens, zoo
+from sketchprop.layers.depth import RUNGS, shares_of
 from sketchprop.layers.share import kept_flops
 
 
@@ -346,6 +347,16 @@ def test_a_part_that_drops_out_later_is_exact_from_then_on() -> None:
     dropping(block)
     few_rows(block)
     assert "not as it was when it was checked" in block.sketching.note
+
+
+def test_noise_of_a_part_that_runs_again_is_measured_in_eval_mode() -> None:
+    """Not taken for exact, because it was checked while it trained."""
+    model = sp.sketch_(nn.Sequential(own_part(), own_part()), Tokens(0.3))
+    model(torch.randn(3, 6, 8)).square().sum().backward()
+    assert not model[0].sketching.shares.open
+    for numbers in shares_of(model).values():
+        rows_own = numbers[len(RUNGS)]
+        assert rows_own > 0
 
 
 def test_a_loss_that_branch_would_cut_off_is_refused() -> None:

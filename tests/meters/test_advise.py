@@ -451,7 +451,10 @@ def test_a_loss_that_differentiates_twice_is_left_exact():
 
 @pytest.mark.parametrize(
     ("factor", "message"),
-    [(0.0, "zero on these batches"), (math.nan, "gradient of batch 1 is not finite, and of 4 of")],
+    [
+        (0.0, "zero on these batches"),
+        (math.nan, "4 of 4 batches have a gradient that is not finite, the first is batch 1"),
+    ],
 )
 def test_without_a_gradient_there_is_nothing_to_advise(factor, message):
     def loss(m, batch):

@@ -42,7 +42,7 @@ def learned_by(*results: Tensor) -> set[Any]:
 
 @contextmanager
 def no_gradient_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """The user's hooks on these gradients do not run: a timing is no step of training."""
+    """The user's hooks on these gradients do not run inside: it is no step of training."""
     held = [(p, p._backward_hooks) for p in parameters]
     try:
         for p, _ in held:

@@ -251,7 +251,7 @@ class SketchedBlock(SketchedModule):
             return None
         state, looks = self.sketching, _looks(parts)
         state.looked = looks if state.looked is None else state.looked
-        if state.looked != looks:
+        if not _as_before(state.looked, looks):
             notes[_ROWS] = "its feed-forward part is exact: it is not as it was when it was checked"
             return None
         check = state.proof is None
@@ -393,8 +393,15 @@ def parameters_of(parts: Iterable[RowPart]) -> tuple[Parameters, ...]:
 
 def _looks(parts: Iterable[RowPart]) -> tuple[Any, ...]:
     """Of all modules what may make them draw random numbers, or do other things."""
-    modules = (m for part in parts if isinstance(part, nn.Module) for m in part.modules())
-    return tuple((type(m), m.training, getattr(m, "p", 0) == 0) for m in modules)
+    modules = [m for part in parts if isinstance(part, nn.Module) for m in part.modules()]
+    kinds = tuple((type(m), getattr(m, "p", 0) == 0) for m in modules)
+    return kinds, tuple(m.training for m in modules)
+
+
+def _as_before(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Whether what was found still holds: also in eval mode, where noise is measured."""
+    trained = all(old or not new for old, new in zip(before[1], now[1], strict=False))
+    return bool(before[0] == now[0]) and trained
 
 
 def not_as_known(*parts: tuple[nn.Module, type]) -> str:

@@ -295,7 +295,8 @@ class Advice(Report):
             f"visible at {self.visible:.1f} standard errors ({VISIBLE} are needed)."
         )
         if self.live < 1:
-            note += f" {self.live:.0%} of the gradient's rows are not zero, as without padding."
+            note += f" {self.live:.0%} of the gradient's rows are not zero; the others, such as "
+            note += "padding, cost nothing to leave out."
         if any(candidate.of_blocks for candidate in self.candidates.values()):
             note += (
                 f" {self.per_label:.0f} tokens share a label: the more do, the fewer are needed."

@@ -85,8 +85,8 @@ class Meter:
         if not math.isfinite(self.pace.total):
             odd = [i + 1 for i, norm in enumerate(norms) if not math.isfinite(norm)]
             raise ValueError(
-                f"the gradient of batch {odd[0]} is not finite, and of {len(odd)} of {len(norms)} "
-                "batches: look at their data, or whether training has diverged"
+                f"{len(odd)} of {len(norms)} batches have a gradient that is not finite, the first "
+                f"is batch {odd[0]}: look at its data, or whether training has diverged"
             )
         if self.pace.total == 0:
             raise ValueError(
